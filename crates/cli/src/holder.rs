@@ -79,11 +79,16 @@ pub fn connect(takeover: Option<&mut Takeover>) -> anyhow::Result<()> {
 /// number.
 pub fn take_all(handed: &HandedExports) -> anyhow::Result<usize> {
     let all = keeper::left_behind().context("reading the sessions that were kept")?;
-    let count = all.len();
+    let mut count = 0;
     for (key, parcel) in all {
-        if let Some((kind, disk)) = key.split_once(':') {
-            handed.put(disk, kind, parcel, Before::Died);
+        let Some((kind, disk)) = key.split_once(':') else { continue };
+        // The server that died could not replace it (`blockyard_export::keeper`).
+        if parcel.bytes.is_empty() {
+            tracing::error!(disk, "what was kept of it is out of date: its front end is lost");
+            continue;
         }
+        handed.put(disk, kind, parcel, Before::Died);
+        count += 1;
     }
     Ok(count)
 }

@@ -2,11 +2,18 @@
 //! systemd's store of descriptors ([`Store`]).
 //!
 //! In: parcels, by key. Out: the same parcels in the next server. A parcel's bytes are in a memory
-//! file, which is its first descriptor. What must hold: a keeper that does not read delays this
-//! server at most [`SEND_TIME`] once. Then the server goes on without it.
+//! file, which is its first descriptor.
+//!
+//! What must hold
+//! - A keeper that does not read delays this server at most [`SEND_TIME`] once. Then the server goes
+//!   on without it.
+//! - The next server does not use a parcel that is out of date: the rings of such a session may be
+//!   other memory of the guest. This server empties the description of a parcel that it can neither
+//!   replace nor remove.
 
 mod store;
 
+use std::collections::BTreeMap;
 use std::io::{self, IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -38,33 +45,41 @@ enum Keeper {
     Store(Store),
 }
 
-static KEEPER: Mutex<Option<Keeper>> = Mutex::new(None);
+/// The keeper, and what it has of this server.
+struct Held {
+    keeper: Option<Keeper>,
+    /// Descriptions of the parcels, by key.
+    descriptions: BTreeMap<String, OwnedFd>,
+}
 
-fn keeper() -> MutexGuard<'static, Option<Keeper>> {
-    KEEPER.lock().unwrap_or_else(PoisonError::into_inner)
+static HELD: Mutex<Held> = Mutex::new(Held { keeper: None, descriptions: BTreeMap::new() });
+
+fn held() -> MutexGuard<'static, Held> {
+    HELD.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Keeps parcels at the holder from now on.
 pub fn use_holder(socket: OwnedFd) -> io::Result<()> {
     sockopt::set_socket_timeout(&socket, sockopt::Timeout::Send, Some(SEND_TIME))?;
-    *keeper() = Some(Keeper::Holder(socket));
+    held().keeper = Some(Keeper::Holder(socket));
     Ok(())
 }
 
 /// Keeps parcels in systemd's store from now on.
 pub fn use_store(store: Store) {
-    *keeper() = Some(Keeper::Store(store));
+    held().keeper = Some(Keeper::Store(store));
 }
 
-/// Returns whether sessions are kept.
+/// Returns whether sessions are kept, or have been kept and must not become out of date.
 pub fn is_on() -> bool {
-    keeper().is_some()
+    let held = held();
+    held.keeper.is_some() || !held.descriptions.is_empty()
 }
 
 /// Returns a copy of the holder's connection, for a server that takes over. None: there is no
 /// holder.
 pub fn connection() -> Option<io::Result<OwnedFd>> {
-    match &*keeper() {
+    match &held().keeper {
         Some(Keeper::Holder(socket)) => Some(socket.try_clone()),
         _ => None,
     }
@@ -72,7 +87,7 @@ pub fn connection() -> Option<io::Result<OwnedFd>> {
 
 /// Returns the name of a parcel in systemd's store, for a server that takes over.
 pub fn stored(key: &str) -> Option<String> {
-    match &*keeper() {
+    match &held().keeper {
         Some(Keeper::Store(store)) => store.name(key),
         _ => None,
     }
@@ -80,7 +95,7 @@ pub fn stored(key: &str) -> Option<String> {
 
 /// Notes that another server has kept a parcel in systemd's store by this name.
 pub fn adopt(key: String, name: String) {
-    if let Some(Keeper::Store(store)) = &mut *keeper() {
+    if let Some(Keeper::Store(store)) = &mut held().keeper {
         store.adopt(key, name);
     }
 }
@@ -92,7 +107,7 @@ pub fn announce(program: &Path) {
     message.extend((std::process::id() as i32).to_ne_bytes());
     message.extend(program.as_os_str().as_bytes());
     message.truncate(MOST_BYTES);
-    tell("announcing this server", |keeper| match keeper {
+    held().tell("announcing this server", |keeper| match keeper {
         Keeper::Holder(socket) => send(socket, &message, &[]),
         Keeper::Store(_) => Ok(()),
     });
@@ -104,14 +119,14 @@ pub fn announce(program: &Path) {
 pub fn announce_taker(pid: Option<Pid>) {
     let number = pid.map_or(0, |pid| pid.as_raw_nonzero().get());
     let message = [&[kind::TAKER][..], &number.to_ne_bytes()].concat();
-    tell("announcing the next server", |keeper| match keeper {
+    held().tell("announcing the next server", |keeper| match keeper {
         Keeper::Holder(socket) => send(socket, &message, &[]),
         Keeper::Store(_) => Ok(()),
     });
 }
 
 /// Replaces what is kept under a key. Returns false if the keeper has no room. Error: the parcel
-/// cannot be kept, and the keeper still has the old one.
+/// cannot be kept, and the keeper still has the old one. The caller then makes it forget that.
 pub fn keep(key: &str, parcel: &Parcel) -> io::Result<bool> {
     if key.len() > MOST_KEY {
         let what = format!("its name is longer than {MOST_KEY} bytes, the most of the holder");
@@ -123,50 +138,100 @@ pub fn keep(key: &str, parcel: &Parcel) -> io::Result<bool> {
         let what = format!("it has {fds} descriptors, and the holder keeps at most {MOST_FDS}");
         return Err(io::Error::new(io::ErrorKind::InvalidInput, what));
     }
-    let description = rustix::fs::memfd_create("blockyard-session", MemfdFlags::CLOEXEC)
-        .and_then(|file| rustix::io::pwrite(&file, &parcel.bytes, 0).map(|_| file))
-        .map_err(|e| io::Error::other(format!("cannot describe it for the holder: {e}")))?;
-    let fds: Vec<_> =
-        std::iter::once(description.as_fd()).chain(parcel.fds.iter().map(AsFd::as_fd)).collect();
-    let message = message(kind::KEEP, key);
-    let is_kept = tell(key, |keeper| match keeper {
-        Keeper::Holder(socket) => send(socket, &message, &fds).map(|()| true),
-        Keeper::Store(store) => store.keep(key, &message, &fds),
-    });
-    Ok(is_kept.unwrap_or(false))
+    held().keep(key, parcel)
 }
 
 /// Forgets what is kept under a key.
 pub fn forget(key: &str) {
-    tell(key, |keeper| match keeper {
-        Keeper::Holder(socket) => send(socket, &message(kind::FORGET, key), &[]),
-        Keeper::Store(store) => store.forget(key),
-    });
+    held().forget(key);
+}
+
+impl Held {
+    fn keep(&mut self, key: &str, parcel: &Parcel) -> io::Result<bool> {
+        if self.keeper.is_none() {
+            self.empty(key);
+            return Ok(false);
+        }
+        let description = rustix::fs::memfd_create("blockyard-session", MemfdFlags::CLOEXEC)
+            .and_then(|file| rustix::io::pwrite(&file, &parcel.bytes, 0).map(|_| file))
+            .map_err(|e| io::Error::other(format!("cannot describe it for the holder: {e}")))?;
+        let fds: Vec<_> = std::iter::once(description.as_fd())
+            .chain(parcel.fds.iter().map(AsFd::as_fd))
+            .collect();
+        let message = message(kind::KEEP, key);
+        let is_kept = self.tell(key, |keeper| match keeper {
+            Keeper::Holder(socket) => send(socket, &message, &fds).map(|()| true),
+            Keeper::Store(store) => store.keep(key, &message, &fds),
+        });
+        match is_kept {
+            Some(true) => {
+                self.descriptions.insert(key.into(), description);
+            }
+            // The keeper has removed the old one, or never had one.
+            Some(false) => {
+                self.descriptions.remove(key);
+            }
+            None => {
+                self.empty(key);
+                // systemd may have the new one and not have removed the old one.
+                empty(key, &description);
+            }
+        }
+        Ok(is_kept.unwrap_or(false))
+    }
+
+    fn forget(&mut self, key: &str) {
+        let is_told = self.tell(key, |keeper| match keeper {
+            Keeper::Holder(socket) => send(socket, &message(kind::FORGET, key), &[]),
+            Keeper::Store(store) => store.forget(key),
+        });
+        match is_told {
+            Some(()) => drop(self.descriptions.remove(key)),
+            None => self.empty(key),
+        }
+    }
+
+    /// Makes the next server refuse what is kept under a key.
+    fn empty(&mut self, key: &str) {
+        if let Some(description) = self.descriptions.remove(key) {
+            empty(key, &description);
+        }
+    }
+
+    /// Sends something to the keeper. Gives the keeper up if that fails. Returns `None` if there is
+    /// no keeper.
+    fn tell<T>(
+        &mut self,
+        what: &str,
+        send: impl FnOnce(&mut Keeper) -> io::Result<T>,
+    ) -> Option<T> {
+        let present = self.keeper.as_mut()?;
+        match send(present) {
+            Ok(told) => Some(told),
+            Err(e) => {
+                let name = match present {
+                    Keeper::Holder(_) => "the holder",
+                    Keeper::Store(_) => "systemd's store of descriptors",
+                };
+                tracing::error!("{what}: {name} cannot be reached, nothing is kept any more: {e}");
+                self.keeper = None;
+                None
+            }
+        }
+    }
+}
+
+/// Empties a description that another process has, too.
+fn empty(key: &str, description: &OwnedFd) {
+    if let Err(e) = rustix::fs::ftruncate(description, 0) {
+        tracing::error!("{key}: what is kept of it is out of date, and stays: {e}");
+    }
 }
 
 fn message(kind: u8, key: &str) -> Vec<u8> {
     let mut message = vec![kind];
     message.extend(&key.as_bytes()[..key.len().min(MOST_KEY)]);
     message
-}
-
-/// Sends something to the keeper. Gives the keeper up if that fails. Returns `None` if there is no
-/// keeper.
-fn tell<T>(what: &str, send: impl FnOnce(&mut Keeper) -> io::Result<T>) -> Option<T> {
-    let mut keeper = keeper();
-    let present = keeper.as_mut()?;
-    match send(present) {
-        Ok(told) => Some(told),
-        Err(e) => {
-            let name = match present {
-                Keeper::Holder(_) => "the holder",
-                Keeper::Store(_) => "systemd's store of descriptors",
-            };
-            tracing::error!("{what}: {name} cannot be reached, nothing is kept any more: {e}");
-            *keeper = None;
-            None
-        }
-    }
 }
 
 fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result<()> {
@@ -184,7 +249,7 @@ fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result
 
 /// Returns all that is kept: what servers that have died left.
 pub fn left_behind() -> io::Result<Vec<(String, Parcel)>> {
-    match &mut *keeper() {
+    match &mut held().keeper {
         Some(Keeper::Holder(socket)) => at_holder(socket),
         Some(Keeper::Store(store)) => Ok(store.left_behind()),
         None => Ok(Vec::new()),
@@ -243,4 +308,32 @@ fn read(description: &OwnedFd) -> io::Result<Vec<u8>> {
     let got = rustix::io::pread(description, &mut bytes, 0)?;
     bytes.truncate(got);
     Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType};
+
+    use super::*;
+
+    /// A keeper that fails once, such as a busy service manager, has the parcels of before. Those of
+    /// sessions that change later must not be used.
+    #[test]
+    fn a_parcel_that_cannot_be_replaced_is_emptied() {
+        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let (ours, holder) =
+            rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+        let mut held = Held { keeper: Some(Keeper::Holder(ours)), descriptions: BTreeMap::new() };
+        let parcel = Parcel { bytes: b"session".to_vec(), fds: Vec::new() };
+        ["a", "b", "c"].iter().for_each(|key| assert!(held.keep(key, &parcel).unwrap()));
+        let theirs = ["a", "b", "c"].map(|key| held.descriptions[key].try_clone().unwrap());
+        let left = || theirs.each_ref().map(|fd| read(fd).unwrap().len());
+        drop(holder);
+        assert_eq!(left(), [7, 7, 7]);
+        assert!(!held.keep("a", &parcel).unwrap());
+        assert_eq!(left(), [0, 7, 7]);
+        held.forget("b");
+        held.empty("b");
+        assert_eq!(left(), [0, 0, 7]);
+    }
 }

@@ -408,10 +408,15 @@ impl Holder {
         };
         let (message, fds) = (&bytes[..got.len], &fds[..got.count]);
         match message.split_first() {
-            // What is kept already is better than a part of this.
-            _ if got.is_cut => {
+            // What is kept under the key is out of date: with it, a server would read other memory.
+            rest if got.is_cut => {
                 close(fds);
-                note(b"blockyard holder: no descriptors are left (ulimit -n): a change is not kept\n");
+                note(
+                    b"blockyard holder: no descriptors are left (ulimit -n): a disk is not kept\n",
+                );
+                if let Some((&kind::KEEP, key)) = rest {
+                    self.forget(key);
+                }
             }
             Some((&kind::KEEP, key)) if key.len() <= MOST_KEY => self.keep(key, fds),
             Some((&kind::FORGET, key)) => self.forget(key),
@@ -460,6 +465,7 @@ impl Holder {
     fn keep(&mut self, key: &[u8], fds: &[RawFd]) {
         let free = || self.slots.iter().position(|slot| slot.count == 0);
         let Some(place) = self.place(key).or_else(free).filter(|_| !fds.is_empty()) else {
+            note(b"blockyard holder: no room for more disks: one is not kept\n");
             return close(fds);
         };
         let slot = &mut self.slots[place];
