@@ -18,13 +18,34 @@ pub fn sync(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     failed == 0
 }
 
-/// Like [`sync`], also in a cache mode that ignores flushes, because an operator asks for it.
+/// Like [`sync`], also in a cache mode that ignores flushes, because an operator asks for it. If no
+/// reactor has the disk open, one opens it: writes of an earlier server may be in the page cache
+/// only.
 pub fn sync_always(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
     if disk.is_inactive() {
         return true;
     }
+    if !open(&serving(disk, reactors), disk) {
+        return false;
+    }
     let failed = reactors.all().filter(|reactor| !sync_always_on(reactor, disk)).count();
     failed == 0
+}
+
+/// Opens the disk on a reactor, if the reactor does not have it open.
+fn open(reactor: &Remote, disk: &Arc<Disk>) -> bool {
+    let disk = disk.clone();
+    let opened = reactor.ask(move |handle, reply| {
+        let local_disk = LocalDisk::local(handle, &disk);
+        reply.send(match local_disk {
+            Ok(_) => true,
+            Err(e) => {
+                tracing::error!(disk = disk.name(), "cannot open its image to sync it: {e}");
+                false
+            }
+        });
+    });
+    opened.unwrap_or(false)
 }
 
 fn sync_always_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
