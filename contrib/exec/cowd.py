@@ -2,7 +2,7 @@
 """Copy-on-write over a file, as an exec: image of Blockyard: see docs/own-target.md.
 
 BASE, STORE and TABLE in the environment name the files. STORE is as large as BASE. TABLE has eight
-bytes for each block of BASE: 0, its number in STORE plus 1, or FREED. It is made if missing.
+bytes for each block of BASE: 0, its number in STORE plus 1, or FREED. It is empty at first.
 """
 import os
 import struct
@@ -14,7 +14,7 @@ base, store, table = (os.path.abspath(os.environ[name]) for name in ("BASE", "ST
 blocks, rest = divmod(os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END), BLOCK)
 if rest:
     sys.exit(f"{base} is no multiple of {BLOCK} bytes: make it one, with truncate -s %{BLOCK}")
-file = os.open(table, os.O_RDWR | os.O_CREAT, 0o600)
+file = os.open(table, os.O_RDWR)
 if os.lseek(file, 0, os.SEEK_END) < blocks * 8:
     os.posix_fallocate(file, 0, blocks * 8)  # now, not in a flush, the host may be full
 slots = list(struct.unpack(f"<{blocks}Q", os.pread(file, blocks * 8, 0)))

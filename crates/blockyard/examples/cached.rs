@@ -3,7 +3,7 @@
 //! `cached SOCKET SLOW FAST` serves SLOW on a vhost-user socket. FAST is a log of slots: a sector
 //! with the log's number, the block's number and a checksum, then the block. A flush syncs it. When
 //! it is full, its blocks move to SLOW, which is synced before the log begins again. So a flushed
-//! block is in one of the two after a power cut. Requests take turns, so the target has no limit.
+//! block is in one of the two after a power cut. Requests take turns: no time limit.
 
 use std::{collections::BTreeMap, fs, io, time::Duration};
 
@@ -56,10 +56,12 @@ impl Log {
             self.slow.write_at(&data, block * BLOCK).await?;
         }
         self.slow.sync().await?;
-        // No slot has a header with the next number: the log is empty.
+        // No slot has a header with the next number: the log is empty. No slot is used again before.
+        let begun = [&(self.number + 1).to_le_bytes()[..], &[0; 16]].concat();
+        self.fast.write_at(&begun, 0).await?;
+        self.fast.sync().await?;
         (self.latest, self.next, self.number) = (BTreeMap::new(), 0, self.number + 1);
-        self.fast.write_at(&[&self.number.to_le_bytes()[..], &[0; 16]].concat(), 0).await?;
-        self.fast.sync().await
+        Ok(())
     }
 }
 
@@ -77,13 +79,11 @@ impl Device for Cached {
     async fn write(&self, offset: u64, data: Lent) -> io::Result<()> {
         let mut log = self.0.lock().await;
         for (block, data) in (offset / BLOCK..).zip(data.pieces(BLOCK as usize)) {
-            // A copy, because a guest may change its memory after the checksum.
-            let data = data.to_vec()?;
+            let data = data.to_vec()?; // The guest may change its memory after the checksum.
             if (log.next + 1) * SLOT > log.fast.len().await? {
                 log.write_back().await?;
             }
-            let slot = log.next;
-            let bytes = [header(log.number, block, &data), data].concat();
+            let (slot, bytes) = (log.next, [header(log.number, block, &data), data].concat());
             log.fast.write_at(&bytes, slot * SLOT).await?;
             log.latest.insert(block, slot);
             log.next = slot + 1;

@@ -1,7 +1,7 @@
 //! cowd: copy-on-write over any two files or devices. Its table survives power cuts.
 //!
 //! `cowd BASE STORE TABLE SOCKET` serves BASE by vhost-user (SOCKET is `ublk`: by ublk). Changes go
-//! to STORE. TABLE (made if missing) has for each block: 0, its number in STORE plus 1, or FREED.
+//! to STORE. TABLE (empty at first) has for each block: 0, its number in STORE plus 1, or FREED.
 
 use std::{cell::RefCell, collections::*, fs, io, io::Seek, ops::Range};
 
@@ -94,8 +94,7 @@ impl Map for Cowd {
 }
 
 pub fn target(base: &str, store: &str, table: &str) -> io::Result<Target> {
-    fs::File::options().append(true).create(true).open(table)?;
-    let size = fs::File::open(base)?.seek(io::SeekFrom::End(0))? / BLOCK * BLOCK;
+    let size = fs::File::open(base)?.seek(io::SeekFrom::End(0))?;
     let shape = Shape { size, granule: BLOCK };
     let map = async move |files, _| Cowd::open(files, (size / BLOCK) as usize).await;
     Ok(Target::map("cowd", shape, map).data(base, Read).data(store, Write).file(table, Write))

@@ -43,9 +43,11 @@ impl Map for Index {
 /// Adds an image to the store. Returns the number of blocks that the store did not have.
 pub fn pack(image: &Path, index: &Path, store: &Path) -> io::Result<u64> {
     let store = fs::File::options().read(true).append(true).create(true).open(store)?;
+    store.lock()?; // Another `pack` would give its blocks the same numbers.
     let (mut block, mut known) = (vec![0; BLOCK], HashMap::<Vec<u8>, u64>::new());
     let before = store.metadata()?.len() / BLOCK as u64;
     store.set_len(before * BLOCK as u64)?; // An earlier run may have been cut off in a block.
+    let mut count = before;
     for number in 0..before {
         store.read_exact_at(&mut block, number * BLOCK as u64)?;
         known.insert(block.clone(), number + 1);
@@ -53,13 +55,13 @@ pub fn pack(image: &Path, index: &Path, store: &Path) -> io::Result<u64> {
     let (mut image, mut entries) = (io::BufReader::new(fs::File::open(image)?), Vec::new());
     while !image.fill_buf()?.is_empty() {
         image.read_exact(&mut block)?;
-        let next = known.len() as u64 + 1;
         let number = match block.iter().all(|byte| *byte == 0) {
             true => 0,
-            false => *known.entry(block.clone()).or_insert(next),
+            false => *known.entry(block.clone()).or_insert(count + 1),
         };
-        if number == next {
+        if number > count {
             (&store).write_all(&block)?;
+            count += 1;
         }
         entries.extend_from_slice(&number.to_le_bytes());
     }
@@ -69,7 +71,7 @@ pub fn pack(image: &Path, index: &Path, store: &Path) -> io::Result<u64> {
     fs::write(&new, entries)?;
     fs::File::open(&new)?.sync_all()?;
     fs::rename(&new, index)?;
-    Ok(known.len() as u64 - before)
+    Ok(count - before)
 }
 
 pub fn disk(name: &str, index: &Path, store: &Path) -> io::Result<Disk> {

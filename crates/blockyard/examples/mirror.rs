@@ -1,9 +1,11 @@
 //! mirror: writes to two files, reads from one. It goes on if one of them fails.
 //!
 //! `mirror SOCKET ONE OTHER` serves two files of one size on a vhost-user socket. A half that has
-//! failed is out of date. The file ONE.failed names it, before the next write is answered. The
-//! mirror then starts with the other half only. After a power cut the halves may differ in writes
-//! that no flush covers: copy ONE over OTHER before the next start.
+//! failed is out of date. The file ONE.failed has its number, 0 or 1, before the next write is
+//! answered. The mirror then starts with the other half only. Of a half that is lost, make an empty
+//! file and ONE.failed. To repair the mirror, copy the good half over the other one and remove
+//! ONE.failed. After a power cut the halves may differ in writes that no flush covers: without
+//! ONE.failed, copy ONE over OTHER before the next start.
 
 use std::cell::Cell;
 use std::path::{Path, PathBuf};
@@ -69,10 +71,18 @@ pub fn note(path: &Path, failed: usize) -> io::Result<()> {
 }
 
 pub fn target([one, other]: [&str; 2], access: [Access; 2]) -> io::Result<Target> {
-    let size = fs::metadata(one)?.len().min(fs::metadata(other)?.len()) / 4096 * 4096;
     let note = PathBuf::from(format!("{one}.failed"));
-    let failed = fs::read_to_string(&note).ok().and_then(|text| text.trim().parse().ok());
-    let shape = Shape { size, granule: 4096 };
+    let failed = match fs::read_to_string(&note).as_deref().map(str::trim) {
+        Ok("0") => Some(0),
+        Ok("1") => Some(1),
+        Ok("") => None, // A power cut, before a write with one half was answered.
+        Ok(_) => return Err(io::Error::other("ONE.failed is neither 0 nor 1")),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => None,
+        Err(e) => return Err(e.kind().into()),
+    };
+    let sizes = [fs::metadata(one)?.len(), fs::metadata(other)?.len()];
+    let size = failed.map_or(sizes[0].min(sizes[1]), |failed: usize| sizes[1 - failed]);
+    let shape = Shape { size: size / 4096 * 4096, granule: 4096 };
     let target = Target::device("mirror", shape, async move |files, _| {
         let halves = [files.own[0].clone(), files.own[1].clone()];
         Ok(Mirror { halves, failed: Cell::new(failed), note })

@@ -56,7 +56,8 @@
 //! # What a target cannot do
 //!
 //! It cannot harm other disks. If it panics, hangs, or answers nonsense, requests of its own disk
-//! fail. The log has one line for each kind of fault.
+//! fail. The log has one line for each kind of fault. But an abort, an exit of the process, a stack
+//! overflow and `panic = "abort"` end all disks.
 
 #![deny(missing_docs)]
 #![deny(clippy::print_stdout, clippy::print_stderr)]

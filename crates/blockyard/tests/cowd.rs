@@ -159,6 +159,23 @@ fn space_of_a_sparse_store_is_allocated_ahead() {
     assert!(yard.remove("a").unwrap().is_flushed);
 }
 
+/// With a mistyped name of its table the disk would have its old data, and lose the newer ones.
+#[test]
+fn a_missing_table_and_a_base_of_part_of_a_block_are_refused() {
+    let scratch = Scratch::new("refused");
+    let [base, store] = ["base", "store"].map(|name| scratch.file(name, &[0; BLOCK as usize]));
+    let missing = scratch.path("missing").to_str().unwrap().to_string();
+    let odd = [scratch.file("odd", &[1; BLOCK as usize + 512]), scratch.file("table", &[])];
+    let yard = blockyard::Yard::start(1).unwrap();
+    for (base, table, word) in [(&base, &missing, "missing"), (&odd[0], &odd[1], "granule")] {
+        let target = cowd::target(base, &store, table).unwrap();
+        let error = yard.serve(blockyard::Disk::target("a", target)).unwrap_err();
+        let text = format!("{error}: {:?}", std::error::Error::source(&error));
+        assert!(text.contains(word), "{text}");
+    }
+    assert!(!std::path::Path::new(&missing).exists());
+}
+
 /// Serves the base with `base(256)`, the store and the table, and writes, three times.
 fn keeps_what_was_written(scratch: &Scratch, paths: &[String; 3]) {
     let bytes = base(256);

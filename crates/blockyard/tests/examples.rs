@@ -2,12 +2,16 @@
 
 use std::path::Path;
 
-use blockyard::{Access, Disk, Yard};
+use blockyard::{Access, CacheMode, Disk, Yard};
+use blockyard_storage::Opened;
 
 #[path = "../examples/cached.rs"]
 #[allow(dead_code)]
 mod cached;
 mod common;
+#[path = "../examples/cowd.rs"]
+#[allow(dead_code)]
+mod cowd;
 #[path = "../examples/dedup.rs"]
 #[allow(dead_code)]
 mod dedup;
@@ -111,6 +115,35 @@ fn a_mirror_goes_on_with_one_half() {
 }
 
 #[test]
+fn a_mirror_starts_without_a_lost_half_and_with_no_note_that_it_cannot_read() {
+    let scratch = Scratch::new("lost");
+    let data = bytes(MIB, 3);
+    let (one, other) = (scratch.file("one", &[]), scratch.file("other", &data));
+    let note = |bytes: &[u8]| drop(scratch.file("one.failed", bytes));
+    let target = || mirror::target([&one, &other], [Access::Write; 2]);
+    for bytes in [&b"2"[..], b"\xff", b"0 1"] {
+        note(bytes);
+        assert!(target().is_err(), "{bytes:?}");
+    }
+    note(b"0\n");
+    let (mut guest, _yard) = served(&scratch, Disk::target("mirror", target().unwrap()));
+    assert!(guest.read(0, MIB) == data);
+    drop(guest);
+}
+
+/// Its disk has a share of the device on which the files are.
+#[test]
+fn a_target_without_data_files_is_on_the_device_of_its_own_files() {
+    let scratch = Scratch::new("device");
+    let (slow, fast) = (scratch.file("slow", &[0; 8192]), scratch.file("fast", &[0; 8192]));
+    let map = cowd::target(&slow, &fast, &scratch.file("table", &[])).unwrap();
+    let device = map.open(CacheMode::Writeback).unwrap().device().unwrap();
+    assert!(device.is_some());
+    let cached = cached::target(&slow, &fast).unwrap();
+    assert_eq!(cached.open(CacheMode::Writeback).unwrap().device().unwrap(), device);
+}
+
+#[test]
 fn a_mirror_notes_a_failed_half_beside_a_relative_path() {
     let name = format!("blockyard-note-{}", std::process::id());
     // The file is in the folder in which the test runs.
@@ -189,8 +222,8 @@ fn bases_share_the_blocks_of_one_store() {
     first[4096 * 9..4096 * 10].fill(0);
     second[4096 * 5..4096 * 6].fill(7);
     let store = scratch.path("store");
-    // An earlier run was cut off in its first block.
-    std::fs::write(&store, [5; 100]).unwrap();
+    // An earlier run was cut off: two of its blocks are zeroes, and one is a part.
+    std::fs::write(&store, [0; 2 * 4096 + 100]).unwrap();
     let odd = scratch.file("odd", &[1; 4097]);
     dedup::pack(odd.as_ref(), &scratch.path("odd.index"), &store).unwrap_err();
     assert!(!scratch.path("odd.index").exists());

@@ -57,7 +57,7 @@ fn the_python_example_refuses_a_base_of_part_of_a_block() {
     let base = scratch.file("base", &vec![1; BLOCK + 512]);
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
     let mut command = Command::new(example);
-    command.env("BASE", &base).env("STORE", &base).env("TABLE", scratch.path("table"));
+    command.env("BASE", &base).env("STORE", &base).env("TABLE", scratch.file("table", &[]));
     let output = command.stdin(Stdio::null()).output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && error.contains("is no multiple of 65536 bytes"), "{error}");
@@ -65,12 +65,11 @@ fn the_python_example_refuses_a_base_of_part_of_a_block() {
 
 /// Serves the base with `base()` and the store by the Python example, and writes, twice.
 fn keeps_what_was_written(scratch: &Scratch, [base_path, store]: &[String; 2]) {
-    let (bytes, table) = (base(), scratch.path("table"));
+    let (bytes, table) = (base(), scratch.file("table", &[]));
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
     let example = std::fs::canonicalize(example).unwrap();
     let text = format!(
-        "#!/bin/sh\nBASE={base_path} STORE={store} TABLE={} exec {}\n",
-        table.display(),
+        "#!/bin/sh\nBASE={base_path} STORE={store} TABLE={table} exec {}\n",
         example.display()
     );
     let image = script(scratch, "cowd", &text);

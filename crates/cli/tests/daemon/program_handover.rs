@@ -19,6 +19,7 @@ const BLOCK: u64 = 64 << 10;
 fn copied() -> Case {
     let case = Case::new();
     case.folder.image("store", 32 * MIB);
+    case.folder.image("table", 0);
     let cowd = concat!(env!("CARGO_MANIFEST_DIR"), "/../../contrib/exec/cowd.py");
     let names = "export BASE=base.img STORE=store TABLE=table";
     let folder = case.folder.display();

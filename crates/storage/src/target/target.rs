@@ -235,7 +235,7 @@ impl Target {
         let data = self.data.iter().map(|(path, access)| open(path, *access, cache));
         let data: Vec<_> = data.collect::<Result<_, _>>()?;
         let own = self.own.iter().map(|(path, access)| open(path, *access, CacheMode::Writeback));
-        let own: Vec<_> = own.collect::<Result<_, _>>()?;
+        let own: Arc<[_]> = own.collect::<Result<_, _>>()?;
         let unit = match self.is_map {
             true => data.iter().map(|f| u64::from(f.alignment().offset_align)).max().unwrap_or(1),
             // The raw image above a device cuts requests into whole granules.
@@ -251,8 +251,9 @@ impl Target {
         let core = Arc::new(Core::new(name.clone(), self.shape, unit, &data, self.is_map));
         let handle = Handle(Arc::downgrade(&core));
         let (make, data_len) = (self.make, data.iter().map(ImageFile::size).collect());
+        let used = own.clone();
         let make: Make = Box::new(move |ring| {
-            let files = own.iter().map(|file| {
+            let files = used.iter().map(|file| {
                 let fd = file.fd().cloned().ok_or(io::ErrorKind::NotFound)?;
                 Ok(OwnFile::host(file.path().into(), UringFile::new(ring, fd)?))
             });
@@ -268,7 +269,7 @@ impl Target {
         })?;
         let worker = Arc::new(worker);
         let Target { limits, is_map, is_program, .. } = self;
-        Ok(Arc::new(OpenTarget { core, worker, data, limits, is_map, is_program }))
+        Ok(Arc::new(OpenTarget { core, worker, data, own, limits, is_map, is_program }))
     }
 }
 
@@ -277,6 +278,7 @@ pub struct OpenTarget {
     core: Arc<Core>,
     worker: Arc<Worker>,
     data: Vec<ImageFile>,
+    own: Arc<[ImageFile]>,
     limits: Limits,
     is_map: bool,
     /// Whether the map is another program.
@@ -370,10 +372,12 @@ impl Opened for OpenTarget {
         });
     }
 
-    /// Returns the device of the first data file that is written, or else of the first one.
+    /// Returns the device of the first data file that is written, or else of the first one. A
+    /// target without data files has its own files instead.
     fn device(&self) -> io::Result<Option<(String, bool)>> {
-        let written = self.data.iter().find(|file| !file.read_only());
-        written.or(self.data.first()).map_or(Ok(None), ImageFile::device)
+        let files = if self.data.is_empty() { &self.own[..] } else { &self.data[..] };
+        let written = files.iter().find(|file| !file.read_only());
+        written.or(files.first()).map_or(Ok(None), ImageFile::device)
     }
 }
 
