@@ -23,6 +23,10 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     if disk.image.as_os_str().is_empty() {
         anyhow::bail!("the path of an image is empty");
     }
+    if disk.image.to_string_lossy().contains(char::is_control) {
+        let image = &disk.image;
+        anyhow::bail!("image {image:?}: the path of an image has no control characters");
+    }
     check_name(&disk.name())?;
     let image = disk.image.display();
     if !exports::is_exported(disk) {

@@ -471,7 +471,7 @@ impl Operator for Server {
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {
         if let JobRequest::Snapshot(snapshot) = &job {
-            words::check_folder(&snapshot.overlay)?;
+            words::check_path(&snapshot.overlay)?;
         }
         let job = match job {
             // Holds the disk until the job has ended.

@@ -150,8 +150,13 @@ pub fn check_growth(args: &DiskArgs, old: u64, new: u64) -> Answer<()> {
     Ok(())
 }
 
-/// Returns an error if a new overlay's folder does not exist.
-pub fn check_folder(overlay: &str) -> Answer<()> {
+/// Returns an error if the path of a new overlay does not fit into one line of a message, or if the
+/// overlay's folder does not exist.
+pub fn check_path(overlay: &str) -> Answer<()> {
+    if overlay.contains(char::is_control) {
+        let what = format!("{overlay:?}: the path of an overlay has no control characters");
+        return Err(invalid("overlay", &what));
+    }
     let folder = Path::new(overlay).parent().filter(|folder| !folder.as_os_str().is_empty());
     match folder.filter(|folder| !folder.exists()) {
         Some(folder) => {

@@ -261,11 +261,17 @@ impl Caller<'_> {
     fn wait(&self, number: u64) -> anyhow::Result<Value> {
         let job = wait_for_job(self.socket, number, self.limit)?;
         if job.state == JobState::Failed {
-            let why = job.error.unwrap_or_default();
-            bail!("job {number} ({} of disk \"{}\") failed: {why}", job.kind, job.disk)
+            bail!(failed(&job))
         }
         Ok(serde_json::to_value(job)?)
     }
+}
+
+/// Returns why a job failed. A server of an earlier version may send control characters.
+fn failed(job: &Job) -> String {
+    let why = job.error.as_deref().unwrap_or_default();
+    let [kind, disk, why] = [job.kind.as_str(), job.disk.as_str(), why].map(show::clean);
+    format!("job {} ({kind} of disk \"{disk}\") failed: {why}", job.number)
 }
 
 pub fn run(options: &CtlOptions) -> Result<(), Failure> {
@@ -383,6 +389,22 @@ fn object(keys: &[String]) -> anyhow::Result<Value> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_job_that_failed_sends_no_control_characters_to_the_terminal() {
+        let job = Job {
+            number: 3,
+            disk: "a".into(),
+            kind: "snapshot into /x\n\u{1b}[2J.qcow2".into(),
+            state: JobState::Failed,
+            done: 0,
+            total: 0,
+            error: Some("/x\n\u{1b}[2J.qcow2 exists already".into()),
+        };
+        let expected = "job 3 (snapshot into /x??[2J.qcow2 of disk \"a\") failed: \
+                        /x??[2J.qcow2 exists already";
+        assert_eq!(failed(&job), expected);
+    }
 
     #[test]
     fn values_of_keys_are_json_or_text() {

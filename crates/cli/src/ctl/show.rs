@@ -92,10 +92,15 @@ fn upgraded(done: &Upgraded) -> String {
     text
 }
 
+/// Returns a text without control characters, which could change what a terminal has shown.
+pub(super) fn clean(text: &str) -> String {
+    text.replace(char::is_control, "?")
+}
+
 /// Returns rows with aligned columns. Control characters of names do not reach the terminal.
 fn table(rows: &[Vec<String>]) -> String {
-    let clean = |cell: &String| cell.replace(char::is_control, "?");
-    let rows: Vec<Vec<_>> = rows.iter().map(|row| row.iter().map(clean).collect()).collect();
+    let cleaned = |row: &Vec<String>| row.iter().map(|cell| clean(cell)).collect();
+    let rows: Vec<Vec<_>> = rows.iter().map(cleaned).collect();
     let columns = rows.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         rows.iter().filter_map(|row| row.get(column)).map(|cell| cell.width()).max()
@@ -173,12 +178,12 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
         let _ = write!(
             text,
             "\n{}: {} requests wait for space on the host: free some, then `blockyard ctl resume`\n",
-            disk.name.replace(char::is_control, "?"),
+            clean(&disk.name),
             disk.paused
         );
     }
     for disk in disks.iter().filter(|disk| disk.drained) {
-        let name = disk.name.replace(char::is_control, "?");
+        let name = clean(&disk.name);
         let _ = write!(text, "\n{name}: a drain holds its requests back: `blockyard ctl resume`\n");
     }
     let running: Vec<_> =

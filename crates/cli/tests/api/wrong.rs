@@ -2,12 +2,27 @@
 
 use crate::server::Server;
 
+/// A disk with another key.
+const DISK: &str = r#"{"image": "ram:1M", "vhost-user": "/s", KEY}"#;
+
+/// Method, path, body, status, field, part of the detail. A key alone stands for a disk with it.
+type Case = (&'static str, &'static str, &'static str, u16, &'static str, &'static str);
+
+#[track_caller]
+fn check(server: &Server, cases: &[Case]) {
+    for &(method, path, body, status, field, part) in cases {
+        let body = if body.starts_with('"') { DISK.replace("KEY", body) } else { body.into() };
+        let problem = server.bad(method, path, &body, status);
+        let detail = problem["detail"].as_str().unwrap();
+        assert!(detail.contains(part) && !detail.contains('\n'), "{body}: {detail}");
+        assert_eq!(problem["field"].as_str().unwrap_or_default(), field, "{body}: {detail}");
+    }
+}
+
 #[test]
 fn mistakes_have_a_status_and_name_the_field() {
     let server = Server::start();
     server.good("POST", "/v1/disks", server.keys("a"));
-    let disk = r#"{"image": "ram:1M", "vhost-user": "/s", KEY}"#;
-    // Method, path, body, status, field, part of the detail.
     let cases = [
         ("POST", "/v1/disks", "", 400, "", "not JSON"),
         ("POST", "/v1/disks", "{", 400, "", "not JSON"),
@@ -65,17 +80,29 @@ fn mistakes_have_a_status_and_name_the_field() {
         ("GET", "/v2", "", 404, "", "/v1/openapi.json"),
         ("PUT", "/v1/disks", "", 405, "", "PUT"),
     ];
-    for (method, path, body, status, field, part) in cases {
-        // A key alone stands for a disk with this key.
-        let body = if body.starts_with('"') { disk.replace("KEY", body) } else { body.into() };
-        let problem = server.bad(method, path, &body, status);
-        let detail = problem["detail"].as_str().unwrap();
-        assert!(detail.contains(part) && !detail.contains('\n'), "{body}: {detail}");
-        assert_eq!(problem["field"].as_str().unwrap_or_default(), field, "{body}: {detail}");
-    }
+    check(&server, &cases);
     assert_eq!(server.names(), ["a"]);
-    let long = disk.replace("KEY", &format!("\"name\": \"{}\"", "x".repeat(256)));
+    let long = DISK.replace("KEY", &format!("\"name\": \"{}\"", "x".repeat(256)));
     server.bad("POST", "/v1/disks", &long, 422);
     let large = format!("\"{}\"", "x".repeat(70_000));
     server.bad("POST", "/v1/disks", &large, 413);
+}
+
+/// A failure logs the path as it is, so a newline in it would make a line of the log.
+#[test]
+fn paths_have_no_control_characters() {
+    let server = Server::start();
+    server.good("POST", "/v1/disks", server.keys("a"));
+    let image = r#"{"name": "b", "image": "/a\u001b\nb", "vhost-user": "/s"}"#;
+    let overlay = r#"{"overlay": "/tmp/a\u001b\nb.qcow2"}"#;
+    let part = "has no control characters";
+    check(
+        &server,
+        &[
+            ("POST", "/v1/disks", image, 422, "", part),
+            ("POST", "/v1/disks/a/snapshot", overlay, 422, "overlay", part),
+        ],
+    );
+    let log = server.daemon.stop();
+    assert!(!log.contains("b.qcow2"), "{log}");
 }

@@ -414,6 +414,10 @@ fn check_config_finds_what_the_host_lacks() {
         (format!("{disk}nbd = \"unix:a\\nb\"\n"), &["line 4: nbd: ", "no control characters"]),
         (format!("{disk}serial = \"a\\nb\"\n"), &["line 1", "a serial has no control characters"]),
         (disk.replace("ram:1M", ""), &["line 1", "the path of an image is empty"]),
+        (
+            disk.replace("ram:1M", "/a\\nb"),
+            &["line 1", "image \"/a\\nb\"", "of an image has no control characters"],
+        ),
         (socket(&"x".repeat(108)), &["line 1", "108 bytes, at most 107"]),
         (format!("api = \"/a/./b\"\n{}", socket("/a/b")), &["its socket /a/b is that of --api"]),
         (format!("api = \"fd:3\"\n{}", socket("fd:3")), &["its socket fd:3 is that of --api"]),
