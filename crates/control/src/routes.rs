@@ -253,7 +253,8 @@ async fn refresh(State(calls): State<Calls>, At(name): At<String>) -> Answer<Jso
 
 /// Grows the image, and notifies clients.
 #[utoipa::path(post, path = "/v1/disks/{name}/resize", params(("name" = String, Path)),
-    responses((status = OK, body = Resized), (status = BAD_REQUEST, body = Problem),
+    request_body = Resize, responses(
+        (status = OK, body = Resized), (status = BAD_REQUEST, body = Problem),
         (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
         (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn resize(
@@ -275,7 +276,8 @@ async fn flush(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<
 /// Waits until no request is in flight and all answered writes are durable. Holds requests from
 /// then on, until the disk is resumed or the time has passed.
 #[utoipa::path(post, path = "/v1/disks/{name}/drain", params(("name" = String, Path)),
-    responses((status = OK, body = Drained), (status = BAD_REQUEST, body = Problem),
+    request_body = Drain, responses(
+        (status = OK, body = Drained), (status = BAD_REQUEST, body = Problem),
         (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
         (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn drain(
@@ -289,7 +291,8 @@ async fn drain(
 /// Disconnects one client of a disk, or all of them, after their requests are answered. They may
 /// connect again.
 #[utoipa::path(post, path = "/v1/disks/{name}/disconnect", params(("name" = String, Path)),
-    responses((status = OK, body = Disconnected), (status = BAD_REQUEST, body = Problem),
+    request_body = Disconnect, responses(
+        (status = OK, body = Disconnected), (status = BAD_REQUEST, body = Problem),
         (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
         (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn disconnect(
@@ -310,7 +313,8 @@ async fn resume(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json
 
 /// Starts a snapshot: later writes go to a new overlay.
 #[utoipa::path(post, path = "/v1/disks/{name}/snapshot", params(("name" = String, Path)),
-    responses((status = ACCEPTED, body = Job), (status = BAD_REQUEST, body = Problem),
+    request_body = Snapshot, responses(
+        (status = ACCEPTED, body = Job), (status = BAD_REQUEST, body = Problem),
         (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
         (status = UNPROCESSABLE_ENTITY, body = Problem)))]
 async fn snapshot(
