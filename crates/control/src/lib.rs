@@ -37,6 +37,7 @@ pub mod metrics;
 mod operator;
 mod page;
 mod problem;
+mod query;
 mod routes;
 mod scrape;
 mod server;

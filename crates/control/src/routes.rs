@@ -24,6 +24,7 @@ use crate::description::complete;
 use crate::events::stream as events;
 use crate::operator::{Answer, Operator};
 use crate::problem::{Kind, Problem};
+use crate::query::{DESCRIPTION, KnownParameters, refuse_unknown};
 use crate::scrape::{self, Scrapes};
 use crate::types::{
     ChangeQuery, Disconnect, Disconnected, Disk, Disks, Drain, Drained, Flushed, Job, JobRequest,
@@ -150,11 +151,13 @@ pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
     let [blocking, long] = [MAX_BLOCKING, MAX_LONG].map(|places| Arc::new(Semaphore::new(places)));
     let calls = Calls { operator, blocking, long };
     let (router, description) = parts();
+    let known = KnownParameters::of(&description);
     router
-        .route("/v1/openapi.json", axum::routing::get(|| async move { Json(description) }))
+        .route(DESCRIPTION, axum::routing::get(|| async move { Json(description) }))
         .with_state(calls)
         .merge(scrapes.router())
         .merge(streams)
+        .route_layer(middleware::from_fn_with_state(known, refuse_unknown))
         .method_not_allowed_fallback(|request: Request| async move {
             let what = format!("{} has no method {}", request.uri().path(), request.method());
             Problem::new(Kind::Method, what)

@@ -106,3 +106,23 @@ fn paths_have_no_control_characters() {
     let log = server.daemon.stop();
     assert!(!log.contains("b.qcow2"), "{log}");
 }
+
+#[test]
+fn parameters_that_a_call_does_not_have_are_refused() {
+    let server = Server::start();
+    server.good("POST", "/v1/disks", server.keys("a"));
+    check(
+        &server,
+        &[
+            ("POST", "/v1/disks/a/snapshot?persist=true", "{}", 400, "", "it has none: other"),
+            ("POST", "/v1/disks/b/commit?persist=true", "", 400, "", "no such parameter"),
+            ("POST", "/v1/disks/a/flush?x", "", 400, "", "query parameter \"x\""),
+            ("GET", "/v1/disks/a?a%0Ab=1", "", 400, "", "query parameter \"a\\nb\""),
+            ("GET", "/v1/figures?name=a", "", 400, "", "no such parameter"),
+            ("GET", "/v1/events?since=0&until=9", "", 400, "", "it has since"),
+            ("GET", "/v1/openapi.json?format=yaml", "", 400, "", "it has none"),
+            ("GET", "/v2?x=1", "", 404, "", "/v1/openapi.json"),
+            ("PUT", "/v1/disks?x=1", "", 405, "", "PUT"),
+        ],
+    );
+}
