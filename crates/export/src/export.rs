@@ -75,9 +75,11 @@ pub trait Export: Send {
     fn clients(&self) -> Vec<Client>;
 
     /// Begins to disconnect the clients with this description, or all clients. The requests that
-    /// were taken are answered first. The clients may connect again. Exports without connections
-    /// ignore this.
-    fn disconnect(&mut self, _description: Option<&str>) {}
+    /// were taken are answered first. The clients may connect again. Returns the clients that will
+    /// leave. Exports without connections ignore this, and return none.
+    fn disconnect(&mut self, _description: Option<&str>) -> Vec<Client> {
+        Vec::new()
+    }
 
     /// Returns the longest time for which the requests of the export may be held, if it has such a
     /// limit. The kernel ends this process if a request takes much longer.

@@ -88,9 +88,10 @@ impl Exports {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins to disconnect the clients with this description, or all of them.
-    pub fn disconnect(&self, description: Option<&str>) {
-        self.all().iter_mut().for_each(|export| export.disconnect(description));
+    /// Begins to disconnect the clients with this description, or all of them. Returns those that
+    /// will leave.
+    pub fn disconnect(&self, description: Option<&str>) -> Vec<Client> {
+        self.all().iter_mut().flat_map(|export| export.disconnect(description)).collect()
     }
 
     /// Returns the clients and the statistics of the disk that has these exports.

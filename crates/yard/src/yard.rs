@@ -9,7 +9,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
-use blockyard_export::Reactors;
+use blockyard_export::{Client, Reactors};
 use blockyard_image::{Format, Opener, Program, SharedImages};
 use blockyard_sched::Knobs;
 
@@ -267,12 +267,16 @@ impl Yard {
     }
 
     /// Begins to disconnect the clients of a disk with this description, or all of them. They may
-    /// connect again. Does not wait for commands.
-    pub fn disconnect(&self, name: &str, description: Option<String>) -> Result<(), YardError> {
+    /// connect again. Returns the clients that will leave: a device such as one of ublk does not.
+    /// Does not wait for commands.
+    pub fn disconnect(
+        &self,
+        name: &str,
+        description: Option<&str>,
+    ) -> Result<Vec<Client>, YardError> {
         let found = self.find_now(name).ok_or(YardError::Closing)?;
         let (_, exports) = found.ok_or_else(|| YardError::NotFound { disk: name.into() })?;
-        exports.disconnect(description.as_deref());
-        Ok(())
+        Ok(exports.disconnect(description))
     }
 
     /// From now on the disk counts as opened from this qcow2 image, the overlay of a snapshot. A

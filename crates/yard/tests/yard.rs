@@ -49,6 +49,14 @@ impl Export for Note {
     fn clients(&self) -> Vec<Client> {
         vec![Client::described(format!("client of {}", self.name))]
     }
+
+    /// A device ignores this.
+    fn disconnect(&mut self, description: Option<&str>) -> Vec<Client> {
+        self.note("disconnect");
+        let is_meant = |client: &Client| description.is_none_or(|d| d == client.description);
+        let clients = self.clients().into_iter().filter(is_meant);
+        clients.filter(|_| self.name != "device").collect()
+    }
 }
 
 impl Drop for Note {
@@ -316,6 +324,19 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
     assert_eq!(receiver.recv().unwrap(), "the toolstack names no image");
     // The image is not locked: it can be opened again.
     yard.add(disk("a", &image, vec![stage.way("third")])).unwrap();
+}
+
+/// The API waits for the clients that leave. It would wait for a device in vain.
+#[test]
+fn only_clients_of_connections_leave() {
+    let stage = Stage::new("clients");
+    let yard = &stage.yard;
+    yard.add(disk("a", "ram:1M", vec![stage.way("device"), stage.way("socket")])).unwrap();
+    assert_eq!(yard.report("a").unwrap().clients.len(), 2);
+    let client = |name: &str| Client::described(format!("client of {name}"));
+    assert_eq!(yard.disconnect("a", None).unwrap(), [client("socket")]);
+    assert_eq!(yard.disconnect("a", Some("client of socket")).unwrap(), [client("socket")]);
+    assert_eq!(yard.disconnect("a", Some("client of device")).unwrap(), []);
 }
 
 #[test]

@@ -2,11 +2,13 @@
 //!
 //! ```text
 //!   operator   what each call does
+//!   clients    disconnects clients, and waits until they have left
 //!   snapshots  snapshots, and the configuration that names their overlays
 //!   sampled    figures for metrics
 //!   words      settings, figures and errors in the API's words
 //! ```
 
+mod clients;
 mod operator;
 mod sampled;
 mod snapshots;

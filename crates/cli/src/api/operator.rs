@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, MutexGuard, PoisonError, RwLockReadGuard};
-use std::time::{Duration, Instant, UNIX_EPOCH};
+use std::time::{Duration, UNIX_EPOCH};
 
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
@@ -12,7 +12,7 @@ use blockyard_control::types::{
 };
 use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
 use blockyard_program::output::shell;
-use blockyard_yard::{DiskInfo, DiskState, JobKind, Pending, YardError};
+use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
 use super::{sampled, words};
@@ -35,8 +35,6 @@ const CHANGE_TIME: Duration = Duration::from_secs(2);
 const DRAIN_SECONDS: u64 = 60;
 /// Longest drain. A guest that waits longer may report the disk as broken.
 const MAX_DRAIN_SECONDS: u64 = 600;
-/// Longest wait for clients that are disconnected. NBD clients have 2 s to read their replies.
-const DISCONNECT_TIME: Duration = Duration::from_secs(10);
 
 impl Server {
     /// Holds a disk for a command.
@@ -150,7 +148,7 @@ impl Server {
         nbd::check(tls, args).map_err(|e| invalid("tls-allow", &format!("{e:#}")))
     }
 
-    fn info(&self, name: &str) -> Answer<DiskInfo> {
+    pub(super) fn info(&self, name: &str) -> Answer<DiskInfo> {
         self.yard.info(name).ok_or_else(|| match self.book.find(name) {
             Some(_) => {
                 let what = format!("an upgrade hands disk \"{name}\" over: try again");
@@ -429,38 +427,7 @@ impl Operator for Server {
     }
 
     fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Disconnected> {
-        if self.info(name)?.state == DiskState::Closing {
-            let what = format!("disk \"{name}\" is being closed");
-            return Err(Problem::new(Kind::Conflict, what));
-        }
-        let wanted = clients.client;
-        let clients = || Ok(self.yard.report(name).map_err(words::problem)?.clients);
-        let mut gone = clients()?;
-        if let Some(wanted) = &wanted {
-            gone.retain(|client| client.description == *wanted);
-            if gone.is_empty() {
-                let what = format!(
-                    "disk \"{name}\" has no client \"{wanted}\": `ctl show {}` lists them",
-                    shell(name)
-                );
-                return Err(Problem::new(Kind::NotFound, what).in_field("client"));
-            }
-        }
-        self.yard.disconnect(name, wanted).map_err(words::problem)?;
-        let names: Vec<_> = gone.iter().map(|client| client.description.clone()).collect();
-        let until = Instant::now() + DISCONNECT_TIME;
-        while clients()?.iter().any(|client| gone.contains(client)) {
-            if Instant::now() > until {
-                let what = format!(
-                    "{} of disk \"{name}\" is still connected: requests in flight have not ended, \
-                     or it is a ublk or Xen device, which its own command detaches",
-                    names.join(", ")
-                );
-                return Err(Problem::new(Kind::Conflict, what));
-            }
-            std::thread::sleep(Duration::from_millis(5));
-        }
-        Ok(Disconnected { name: name.into(), clients: names })
+        self.disconnect_clients(name, &clients)
     }
 
     fn resume(&self, name: &str) -> Answer<Resumed> {

@@ -255,8 +255,11 @@ impl Export for Offer {
         links::clients(&self.server.reactors, &self.disk)
     }
 
-    fn disconnect(&mut self, description: Option<&str>) {
+    fn disconnect(&mut self, description: Option<&str>) -> Vec<Client> {
+        let mut leaving = self.clients();
+        leaving.retain(|client| description.is_none_or(|d| d == client.description));
         links::disconnect(&self.server.reactors, &self.disk, description);
+        leaving
     }
 }
 

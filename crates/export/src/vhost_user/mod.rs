@@ -272,12 +272,16 @@ impl Export for VhostUser {
         lock(&self.export.connection).iter().map(|connection| connection.client.clone()).collect()
     }
 
-    fn disconnect(&mut self, description: Option<&str>) {
+    fn disconnect(&mut self, description: Option<&str>) -> Vec<Client> {
         let connection = lock(&self.export.connection);
-        let Some(Connection { stream, client, counted, .. }) = &*connection else { return };
-        if description.is_none_or(|description| description == client.description) {
-            counted.ends(BY_OPERATOR);
-            end(stream);
+        let is_meant = |client: &Client| description.is_none_or(|d| d == client.description);
+        match &*connection {
+            Some(Connection { stream, client, counted, .. }) if is_meant(client) => {
+                counted.ends(BY_OPERATOR);
+                end(stream);
+                vec![client.clone()]
+            }
+            _ => Vec::new(),
         }
     }
 }
