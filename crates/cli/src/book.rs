@@ -30,6 +30,8 @@ pub struct Entry {
     /// Whether a call of the API added the disk, and no configuration file has it.
     pub by_api: bool,
     pub image: Option<ImageId>,
+    /// Number of jobs that have held the disk, and may have changed its image and its file.
+    pub jobs: u64,
     /// Number of the disk in the order of arrival.
     arrival: u64,
     is_held: bool,
@@ -74,7 +76,8 @@ impl Book {
         let mut entries = self.entries();
         entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
-        let entry = Entry { args, keys, by_api, image, arrival: entries.arrivals, is_held: true };
+        let (arrival, is_held, jobs) = (entries.arrivals, true, 0);
+        let entry = Entry { args, keys, by_api, image, jobs, arrival, is_held };
         entries.all.insert(name.clone(), entry);
         Ok(HeldDisk { book: self, name, is_leaving: true })
     }
@@ -90,9 +93,11 @@ impl Book {
         Ok(HeldDisk { book: self, name: name.into(), is_leaving: false })
     }
 
-    /// Returns a disk that [`HeldDisk::lend`] has lent.
+    /// Returns a disk that [`HeldDisk::lend`] has lent to a job.
     pub fn lent(&self, name: String) -> HeldDisk<'_> {
-        HeldDisk { book: self, name, is_leaving: false }
+        let held = HeldDisk { book: self, name, is_leaving: false };
+        held.with(|entry| entry.jobs += 1);
+        held
     }
 
     /// Records that the configuration file has these disks.

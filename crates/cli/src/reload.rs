@@ -6,6 +6,8 @@
 //! could not be served. What must hold: a file with an error changes nothing. If a disk cannot be
 //! served as the file says, its old configuration stays.
 
+mod compare;
+
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
@@ -16,7 +18,7 @@ use blockyard_control::types::{DiskChange, FailedDisk, GroupChange, Ignored, Rel
 use blockyard_yard::{Resized, YardError};
 use toml::Table;
 
-use crate::book::Entry;
+use crate::book::{Entry, HeldDisk};
 use crate::changes::{change, changes, describe, inner};
 use crate::claims::{Claims, ImageId};
 use crate::config::Config;
@@ -24,6 +26,7 @@ use crate::disks::check;
 use crate::options::disk::DiskArgs;
 use crate::reopening;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
+use compare::{compare, had_job, is_same, of_file, stale};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [
@@ -120,7 +123,7 @@ impl Server {
         let mut failed = conflicts(&config, &plan, &before, &images);
         let plan = without(plan, failed.clone());
         failed.extend(self.obstacles(&config, &plan));
-        let plan = without(plan, failed.clone());
+        let mut plan = without(plan, failed.clone());
         if dry_run {
             return Ok(Reload { dry_run, ..plan });
         }
@@ -130,8 +133,8 @@ impl Server {
         // The groups' settings come first, because closing and opening disks takes long.
         self.yard.set_groups(config.group_knobs());
         self.book.adopt(&config.disks);
-        self.change_in_use(&config, &plan, &mut failed);
-        let old = self.remove_others(&config, &plan, &mut failed);
+        self.change_in_use(&config, &mut plan, &before, &mut failed);
+        let old = self.remove_others(&config, &mut plan, &before, &mut failed);
         // Update the sizes of all disks, including those of toolstacks.
         let sizes: Vec<_> =
             self.served().map(|disk| (self.yard.begin_refresh(&disk.name), disk.name)).collect();
@@ -241,93 +244,121 @@ impl Server {
     }
 
     /// Applies changes that need no reconnection.
-    fn change_in_use(&self, config: &Config, plan: &Reload, failed: &mut Vec<FailedDisk>) {
-        let names = config.disks.iter().map(DiskArgs::name);
-        let places: HashMap<_, _> = names.enumerate().map(|(at, name)| (name, at)).collect();
-        for DiskChange { disk, keys, .. } in plan.changed.iter().filter(|c| !c.disconnects) {
-            let Some(at) = places.get(disk).copied() else { continue };
-            let changed = match self.book.hold(disk) {
-                Ok(held) => self
-                    .change(&held, config.disks[at].clone(), config.keys(at))
-                    .map_err(anyhow::Error::from),
-                Err(e) => Err(e.into()),
-            };
-            match changed {
-                Ok(()) => {
-                    tracing::info!(disk, "changed without closing it: {}", describe(keys))
+    fn change_in_use(
+        &self,
+        config: &Config,
+        plan: &mut Reload,
+        before: &[Entry],
+        failed: &mut Vec<FailedDisk>,
+    ) {
+        for change in plan.changed.iter_mut().filter(|change| !change.disconnects) {
+            let held = self.book.hold(&change.disk).map_err(anyhow::Error::from);
+            let changed = held.and_then(|held| {
+                compare(&held.entry(), before, config, change)?;
+                if change.disconnects {
+                    anyhow::bail!("{}", stale(&change.disk));
                 }
-                Err(e) => failed.push(note(disk, &e)),
+                self.change_held(&held, config, change)
+            });
+            if let Err(e) = changed {
+                failed.push(note(&change.disk, &e));
             }
         }
     }
 
+    /// Applies changes of a held disk that need no reconnection.
+    fn change_held(
+        &self,
+        held: &HeldDisk<'_>,
+        config: &Config,
+        change: &DiskChange,
+    ) -> anyhow::Result<()> {
+        let DiskChange { disk, keys, .. } = change;
+        let Some((args, table)) = of_file(config, disk) else { return Ok(()) };
+        self.change(held, args.clone(), table)?;
+        tracing::info!(disk, "changed without closing it: {}", describe(keys));
+        Ok(())
+    }
+
     /// Removes the disks that are gone from the configuration, and those that must be opened again.
-    /// Returns the latter. A disk that must be opened again stays as it is if it cannot make its
-    /// writes durable: a later flush would report success for lost writes.
+    /// Returns the latter.
     fn remove_others(
         &self,
         config: &Config,
-        plan: &Reload,
+        plan: &mut Reload,
+        before: &[Entry],
         failed: &mut Vec<FailedDisk>,
     ) -> HashMap<String, Closed> {
-        let mut old = HashMap::new();
         // All disks together have this time. One that hangs must not use up that of the others.
         let until = Instant::now() + STORAGE_TIME;
         let left = || until.saturating_duration_since(Instant::now()).max(PATIENCE);
-        let again = plan.changed.iter().filter(|change| change.disconnects);
-        let again = again.map(|change| (&change.disk, Some(&change.keys)));
-        for (disk, keys) in plan.removed.iter().map(|disk| (disk, None)).chain(again) {
-            let held = match self.book.hold(disk) {
-                Ok(held) => held,
-                Err(e) => {
-                    failed.push(note(disk, &e.into()));
-                    continue;
-                }
-            };
-            let again = keys.is_some().then(|| self.obstacle_now(config, disk)).flatten();
-            if let Some(why) = again {
-                failed.push(note(disk, &anyhow::anyhow!("the disk stays as it is: {why}")));
-                continue;
-            }
-            let Some(keys) = keys else {
-                tracing::info!(disk, "removed from the configuration: closing it");
-                match self.remove(held, left()) {
-                    Ok(true) => {}
-                    Ok(false) => {
-                        let what = "it is removed, but its image could not be flushed: writes \
-                                    since its last flush may be lost";
-                        failed.push(note(disk, &anyhow::anyhow!("disk \"{disk}\": {what}")));
-                    }
-                    Err(e) => failed.push(note(disk, &e.into())),
-                }
-                continue;
-            };
-            if let Err(e) = self.flush_within(disk, left()) {
+        for disk in &plan.removed {
+            if let Err(e) = self.remove_gone(disk, before, left()) {
                 failed.push(note(disk, &e));
-                continue;
             }
-            tracing::info!(
-                disk,
-                "changed: {}: closing and opening it; its clients are disconnected",
-                describe(keys)
-            );
-            let info = self.yard.info(disk);
-            let may_restore = !info.is_some_and(|info| reopening::has_overlay(&info));
-            let entry = held.entry();
-            match self.remove(held, left()) {
-                Ok(true) => drop(old.insert(disk.clone(), Closed { entry, may_restore })),
-                Ok(false) => {
-                    let what = "its writes may be lost, so it is not opened again";
-                    failed.push(note(disk, &anyhow::anyhow!("disk \"{disk}\": {what}")));
-                }
-                Err(e @ RemoveError::GoesOn { .. }) => {
-                    let what = "it is not opened again: reload when it has ended";
-                    failed.push(note(disk, &anyhow::anyhow!("{e}; {what}")));
-                }
-                Err(e) => failed.push(note(disk, &e.into())),
+        }
+        let mut old = HashMap::new();
+        for change in plan.changed.iter_mut().filter(|change| change.disconnects) {
+            match self.close_changed(config, before, change, &left) {
+                Ok(Some(closed)) => drop(old.insert(change.disk.clone(), closed)),
+                Ok(None) => {}
+                Err(e) => failed.push(note(&change.disk, &e)),
             }
         }
         old
+    }
+
+    /// Removes a disk that is gone from the configuration.
+    fn remove_gone(&self, disk: &str, before: &[Entry], limit: Duration) -> anyhow::Result<()> {
+        let held = self.book.hold(disk)?;
+        anyhow::ensure!(!had_job(&held.entry(), before), "{}", stale(disk));
+        tracing::info!(disk, "removed from the configuration: closing it");
+        anyhow::ensure!(
+            self.remove(held, limit)?,
+            "disk \"{disk}\": it is removed, but its image could not be flushed: writes since its \
+             last flush may be lost"
+        );
+        Ok(())
+    }
+
+    /// Closes a disk that must be opened again. Returns `None` if it needs that no more. The disk
+    /// stays as it is if it cannot make its writes durable: a later flush would report success for
+    /// lost writes.
+    fn close_changed(
+        &self,
+        config: &Config,
+        before: &[Entry],
+        change: &mut DiskChange,
+        left: &dyn Fn() -> Duration,
+    ) -> anyhow::Result<Option<Closed>> {
+        let held = self.book.hold(&change.disk)?;
+        compare(&held.entry(), before, config, change)?;
+        let DiskChange { disk, keys, disconnects } = change;
+        if !*disconnects {
+            return self.change_held(&held, config, change).map(|()| None);
+        }
+        if let Some(why) = self.obstacle_now(config, disk) {
+            anyhow::bail!("the disk stays as it is: {why}");
+        }
+        self.flush_within(disk, left())?;
+        tracing::info!(
+            disk,
+            "changed: {}: closing and opening it; its clients are disconnected",
+            describe(keys)
+        );
+        let info = self.yard.info(disk);
+        let may_restore = !info.is_some_and(|info| reopening::has_overlay(&info));
+        let entry = held.entry();
+        match self.remove(held, left()) {
+            Ok(true) => Ok(Some(Closed { entry, may_restore })),
+            Ok(false) => {
+                anyhow::bail!("disk \"{disk}\": its writes may be lost, so it is not opened again")
+            }
+            Err(e @ RemoveError::GoesOn { .. }) => {
+                anyhow::bail!("{e}; it is not opened again: reload when it has ended")
+            }
+            Err(e) => Err(e.into()),
+        }
     }
 
     /// Makes all answered writes of a disk durable, before it is closed.
@@ -521,14 +552,6 @@ fn without(plan: Reload, failed: Vec<FailedDisk>) -> Reload {
     let removed = plan.removed.into_iter().filter(|disk| !names.contains(disk)).collect();
     let changed = plan.changed.into_iter().filter(|c| !names.contains(&c.disk)).collect();
     Reload { added, removed, changed, failed, ..plan }
-}
-
-/// Returns whether `args` differs from the served disk only in keys that change without closing it:
-/// weight, limits, reservations, `tls-allow` and `on-enospc`.
-fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
-    let (tls_allow, on_enospc) = (served.tls_allow.clone(), served.on_enospc);
-    let same = DiskArgs { tls_allow, on_enospc, ..args.clone() };
-    same.with(&served.knobs()) == *served
 }
 
 #[cfg(test)]

@@ -136,7 +136,7 @@ impl Server {
     }
 
     /// Excludes reloads. Other calls that keep changes end soon, so this waits for them.
-    fn exclude_reloads(&self) -> Answer<MutexGuard<'_, ()>> {
+    pub(super) fn exclude_reloads(&self) -> Answer<MutexGuard<'_, ()>> {
         let what = "a reload or an upgrade runs: try again when it has ended";
         let only = self.exclude_reloads_within(CHANGE_TIME);
         only.ok_or_else(|| Problem::new(Kind::Conflict, what))

@@ -97,6 +97,9 @@ impl Server {
             return self.start_job(name, options);
         };
         let failed = |e| Problem::new(Kind::Conflict, format!("{e:#}"));
+        // A reload that runs has read the old file, and would put the old image into the book. The
+        // job excludes no later reload: that one finds the disk held, or compares it again.
+        let _only = self.exclude_reloads()?;
         let held = self.hold(name)?;
         // The next server may have another working folder.
         let overlay = std::path::absolute(&options.overlay).map_err(|e| failed(e.into()))?;

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
-use crate::common::{SOON, blockyard, until};
+use crate::common::{Folder, SOON, blockyard, until};
 use crate::server::Server;
 
 /// More disks than the API has places for calls that may block (6), and than the yard has threads
@@ -141,6 +141,32 @@ fn a_command_that_gets_no_answer_says_that_the_call_may_still_run() {
         assert!(failed.err.contains(part), "{}", failed.err);
     }
     until("it runs", SOON, || state(&server, "a") == "busy");
+}
+
+/// The reload has read the file without the overlay, and would put the old image into its record.
+#[test]
+fn a_snapshot_that_is_kept_does_not_begin_during_a_reload() {
+    let disk = |name: &str, more: &str| {
+        format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"FOLDER/{name}\"\nformat = \"raw\"\n\
+                 vhost-user = \"FOLDER/{name}.s\"\n{more}"
+        )
+    };
+    let hanging = disk("h", "filters = [\"delay:flush=3600s\"]\n");
+    let folder = Folder::new();
+    for name in ["a", "h"] {
+        folder.image(name, 1 << 20);
+    }
+    std::fs::create_dir(folder.join("conf.d")).unwrap();
+    let server = Server::configured_in(folder, &(disk("a", "") + &hanging));
+    let guest = guest(&server, "h.s");
+    server.configure(&disk("a", "weight = 300\n"));
+    let _call = begin(&server, "POST", "/v1/reload");
+    until("the reload runs", SOON, || state(&server, "h") == "closing");
+    let overlay = json!({ "overlay": server.folder.join("top.qcow2"), "persist": true });
+    let problem = server.bad("POST", "/v1/disks/a/snapshot", &overlay.to_string(), 409);
+    assert!(problem["detail"].as_str().unwrap().contains("a reload or an upgrade"), "{problem}");
+    drop(guest);
 }
 
 /// The removal waits for the storage, for a limited time. Nothing else waits for it.

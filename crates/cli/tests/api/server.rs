@@ -24,7 +24,12 @@ impl Server {
     /// Starts a server with the configuration file `toml` in the folder.
     #[track_caller]
     pub fn configured(text: &str) -> Self {
-        let folder = Folder::new();
+        Self::configured_in(Folder::new(), text)
+    }
+
+    /// The same in a folder that has other files.
+    #[track_caller]
+    pub fn configured_in(folder: Folder, text: &str) -> Self {
         configure(&folder, text);
         let file = folder.join("toml").to_str().unwrap().to_string();
         Self::with(folder, &["--config", &file])
