@@ -486,8 +486,7 @@ impl Operator for Server {
     }
 
     fn upgrade(&self, binary: Option<PathBuf>) -> Answer<Upgraded> {
-        let done = handover::upgrade(self, binary);
-        done.map_err(|e| Problem::new(Kind::Failed, format!("not upgraded: {e:#}")))
+        handover::upgrade(self, binary).map_err(|e| words::upgrade(&e))
     }
 }
 

@@ -116,7 +116,8 @@ impl Server {
         let keys = store.keys(name).map_err(failed)?.unwrap_or_else(|| held.entry().keys);
         let keys = kept.named(keys);
         store.check(name, &keys).map_err(failed)?;
-        let prepared = store.prepare(name, keys).map_err(failed)?;
+        let prepared = store.prepare(name, keys);
+        let prepared = prepared.map_err(|e| Problem::new(Kind::Failed, format!("{e:#}")))?;
         *kept.prepared() = Some(prepared);
         let options = SnapshotOptions { overlay, start_record: Some(Arc::new(kept)), ..options };
         let lent = held.lend();

@@ -14,8 +14,9 @@ use blockyard_yard::{DiskInfo, DiskState, YardError};
 use serde_json::Value;
 use toml::Table;
 
-use crate::book::Entry;
+use crate::book::{Entry, HoldError};
 use crate::config::mistake;
+use crate::handover::NotNow;
 use crate::options::disk::DiskArgs;
 use crate::server::RemoveError;
 
@@ -40,7 +41,11 @@ const CHANGEABLE: [&str; 13] = [
 ];
 
 pub fn problem(error: YardError) -> Problem {
-    let kind = match &error {
+    Problem::new(kind(&error), format!("{:#}", anyhow::Error::from(error)))
+}
+
+fn kind(error: &YardError) -> Kind {
+    match error {
         YardError::NotFound { .. } => Kind::NotFound,
         YardError::NameTaken { .. } | YardError::Busy { .. } | YardError::Holds { .. } => {
             Kind::Conflict
@@ -48,8 +53,17 @@ pub fn problem(error: YardError) -> Problem {
         YardError::Work(e) if matches!(*e.why, Why::Busy | Why::Ended) => Kind::Conflict,
         YardError::TooManyJobs { .. } | YardError::Thread { .. } | YardError::Closing => Kind::Busy,
         _ => Kind::Failed,
+    }
+}
+
+/// Returns the problem of an upgrade. It is a conflict if the same call may succeed later.
+pub fn upgrade(error: &anyhow::Error) -> Problem {
+    let kind = match error.downcast_ref() {
+        Some(error) => kind(error),
+        None if error.is::<NotNow>() || error.is::<HoldError>() => Kind::Conflict,
+        None => Kind::Failed,
     };
-    Problem::new(kind, format!("{:#}", anyhow::Error::from(error)))
+    Problem::new(kind, format!("not upgraded: {error:#}"))
 }
 
 pub fn removal(error: RemoveError) -> Problem {

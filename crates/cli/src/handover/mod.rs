@@ -51,7 +51,7 @@ use crate::exports::HandedExports;
 
 pub use launcher::own_binary;
 pub use new::{Takeover, inherited_connection};
-pub use old::{Control, HandOvers, upgrade};
+pub use old::{Control, HandOvers, NotNow, upgrade};
 
 /// Version of the messages. A change that the other side would misread needs a new number.
 const FORMAT: u32 = 1;

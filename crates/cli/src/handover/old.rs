@@ -47,6 +47,11 @@ const CHECK_TIME: Duration = Duration::from_millis(500);
 const CALLS_TIME: Duration = Duration::from_secs(5);
 const CALLS_PAUSE: Duration = Duration::from_millis(5);
 
+/// Why a hand-over cannot begin, or a disk cannot be given, at this moment.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct NotNow(String);
+
 /// Returns a copy of a listening socket for the next server.
 type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
 
@@ -113,7 +118,7 @@ impl HandOvers {
     }
 
     /// Waits until no call changes disks, and excludes such calls.
-    fn exclude_changes(&self) -> anyhow::Result<RwLockWriteGuard<'_, ()>> {
+    fn exclude_changes(&self) -> Result<RwLockWriteGuard<'_, ()>, NotNow> {
         let until = Instant::now() + CALLS_TIME;
         loop {
             match self.changes.try_write() {
@@ -122,9 +127,11 @@ impl HandOvers {
                 Err(TryLockError::WouldBlock) if Instant::now() < until => {
                     std::thread::sleep(CALLS_PAUSE);
                 }
-                Err(TryLockError::WouldBlock) => bail!(
-                    "a call that adds, changes or removes a disk has not ended: try again later"
-                ),
+                Err(TryLockError::WouldBlock) => {
+                    let what = "a call that adds, changes or removes a disk has not ended: try \
+                                again later";
+                    return Err(NotNow(what.into()));
+                }
             }
         }
     }
@@ -143,21 +150,23 @@ struct Alone<'a> {
 }
 
 impl<'a> Alone<'a> {
-    fn of(server: &'a Server) -> anyhow::Result<Self> {
+    fn of(server: &'a Server) -> Result<Self, NotNow> {
         let _only = match server.hand_overs.only.try_lock() {
             Ok(only) => only,
             Err(TryLockError::Poisoned(only)) => only.into_inner(),
-            Err(TryLockError::WouldBlock) => bail!("another hand-over runs"),
+            Err(TryLockError::WouldBlock) => {
+                return Err(NotNow("another hand-over runs".into()));
+            }
         };
-        let _reloading = server
-            .exclude_reloads_within(CALLS_TIME)
-            .context("a reload, or a call that keeps a change, has not ended: try again later")?;
+        let what = "a reload, or a call that keeps a change, has not ended: try again later";
+        let reloading = server.exclude_reloads_within(CALLS_TIME);
+        let _reloading = reloading.ok_or_else(|| NotNow(what.into()))?;
         let _changes = server.hand_overs.exclude_changes()?;
         if let Some(job) = server.yard.jobs().iter().find(|job| will_change_configuration(job)) {
-            bail!(
+            return Err(NotNow(format!(
                 "a snapshot of disk \"{}\" that is kept has not ended: try again later",
                 job.disk()
-            );
+            )));
         }
         Ok(Alone { _changes, _reloading, _only })
     }
@@ -352,10 +361,11 @@ impl<'a> HandOver<'a> {
             Ok(handed) => handed?,
             Err(late) => {
                 away::serve_later(self.server, held.lend(), late);
-                bail!(
+                let what = format!(
                     "requests of disk \"{disk}\" take longer than {DRAIN_TIME:?}: try again \
                      when they have ended"
                 );
+                return Err(NotNow(what).into());
             }
         };
         let (away, program) = Away::of(self.server, held, handed)?;
@@ -541,6 +551,6 @@ fn came(server: &Arc<Server>, stream: UnixStream) {
     match Alone::of(server) {
         // The log has the outcome.
         Ok(alone) => drop(hand_over(server, stream, pid, false, alone)),
-        Err(e) => refuse(&Peer(stream), &e),
+        Err(e) => refuse(&Peer(stream), &e.into()),
     }
 }

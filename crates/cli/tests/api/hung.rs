@@ -182,5 +182,7 @@ fn a_disk_whose_removal_hangs_keeps_its_name_and_delays_no_other() {
     assert!(problem["detail"].as_str().unwrap().contains("another command works"), "{problem}");
     server.good("DELETE", "/v1/disks/b", Value::Null);
     assert_eq!(server.names(), ["a"]);
+    let problem = server.bad("POST", "/v1/upgrade", "{}", 409);
+    assert!(problem["detail"].as_str().unwrap().contains("try again later"), "{problem}");
     drop(guest);
 }

@@ -146,6 +146,17 @@ fn a_call_that_the_next_start_would_refuse_or_not_see_changes_nothing() {
     assert!(!file("90-ctl-w.toml").exists() && !file("90-ctl-a.toml").exists());
 }
 
+/// A full or read-only file system fails in the same way.
+#[test]
+fn a_snapshot_whose_file_cannot_be_written_has_failed_and_is_no_conflict() {
+    let server = start();
+    std::fs::create_dir(server.folder.join("conf.d/90-ctl-a.new")).unwrap();
+    let overlay = serde_json::json!({ "overlay": server.folder.join("t.qcow2"), "persist": true });
+    let problem = server.bad("POST", "/v1/disks/a/snapshot", &overlay.to_string(), 422);
+    assert!(problem["detail"].as_str().unwrap().contains("preparing"), "{problem}");
+    ctl(&server, &["set", "a", "weight=300"]).good();
+}
+
 /// Writes a block to the disk a, and reads it and block 0, which holds `first`.
 fn write_and_read(server: &Server, sector: u64, byte: u8, first: u8) {
     let mut guest =
