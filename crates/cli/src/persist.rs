@@ -3,10 +3,12 @@
 //! In: the keys of a disk, or the name of one that is gone. Out: a file of the folder. It replaces
 //! what earlier files say about the disk. What must hold: a power cut leaves the old file or the
 //! new one, and the new one is durable when the call returns. The next start accepts the files, and
-//! finds the disk as the call left it: a caller checks that before it changes the disk.
+//! finds the disk as the call left it: a caller checks that before it changes the disk. A call does
+//! not replace a file in which an operator has put anything else.
 
-use std::fs::File;
+use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -17,6 +19,7 @@ use crate::config::Config;
 use crate::config::files::{FOLDER, Instead};
 use crate::disks;
 use crate::nbd;
+use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdArgs;
 
 /// Files of this prefix belong to the API. Names with higher numbers override them.
@@ -62,9 +65,29 @@ impl Persistence {
         Ok(at.map(|at| config.keys(at)))
     }
 
+    /// Returns an error if the disk's file has anything that this module has not written there.
+    fn check_own(&self, name: &str) -> anyhow::Result<()> {
+        let path = self.path(name);
+        let text = match small_file::read_text(&path) {
+            Err(e) if e.is_missing() => return Ok(()),
+            text => text.context("persist")?,
+        };
+        let Ok(table) = text.parse::<Table>() else {
+            anyhow::bail!("persist: {} is no TOML: mend or remove it", path.display());
+        };
+        anyhow::ensure!(
+            is_own(&table, name),
+            "persist: {} has more than disk \"{name}\", and would be replaced as a whole: move the \
+             rest into another file of that folder",
+            path.display()
+        );
+        Ok(())
+    }
+
     /// Returns an error if the next start would refuse the files with these keys of a disk, or
     /// would not serve the disk with them.
     pub fn check(&self, name: &str, keys: &Table) -> anyhow::Result<()> {
+        self.check_own(name)?;
         let path = self.path(name);
         let text = text_of(&of_disk(keys.clone()));
         let instead = Instead { path: &path, text: Some(&text) };
@@ -88,6 +111,7 @@ impl Persistence {
     /// Returns an error if the next start would serve a disk although [`Persistence::forget`] has
     /// been called.
     pub fn check_forget(&self, name: &str) -> anyhow::Result<()> {
+        self.check_own(name)?;
         let path = self.path(name);
         let text = text_of(&without(name));
         let instead = Instead { path: &path, text: Some(&text) };
@@ -121,9 +145,11 @@ impl Persistence {
             Err(e) => return Err(e).context("persist"),
         };
         // Drop removes the files after an error.
+        let like = attributes(&path).with_context(failed)?;
         let prepared = Prepared { path: path.clone(), replaces: present.is_some() };
-        let written = write_durably(&prepared.new_file(), text_of(&of_disk(keys)).as_bytes());
-        let old = present.map(|text| write_durably(&prepared.old_file(), &text));
+        let new = text_of(&of_disk(keys));
+        let written = write_durably(&prepared.new_file(), new.as_bytes(), like.as_ref());
+        let old = present.map(|text| write_durably(&prepared.old_file(), &text, like.as_ref()));
         written.and(old.unwrap_or(Ok(()))).with_context(failed)?;
         Ok(prepared)
     }
@@ -154,7 +180,8 @@ impl Persistence {
 
     fn replace(&self, path: &Path, text: &str) -> io::Result<()> {
         let unfinished = path.with_extension("new");
-        let written = write_durably(&unfinished, text.as_bytes());
+        let like = attributes(path)?;
+        let written = write_durably(&unfinished, text.as_bytes(), like.as_ref());
         written.and_then(|()| std::fs::rename(&unfinished, path)).inspect_err(|_| {
             let _ = std::fs::remove_file(&unfinished);
         })?;
@@ -238,12 +265,47 @@ fn without(name: &str) -> Table {
     Table::from_iter([("remove".to_string(), names)])
 }
 
-fn text_of(table: &Table) -> String {
-    format!("# Written by the API (ctl --persist).\n{table}")
+/// Returns whether a file has only what [`of_disk`] and [`without`] write for this disk.
+fn is_own(file: &Table, name: &str) -> bool {
+    let is_disk = |disk: &Value| {
+        let args: Result<DiskArgs, _> = disk.clone().try_into();
+        args.is_ok_and(|args| args.name() == name)
+    };
+    file.iter().all(|(key, value)| match (key.as_str(), value) {
+        ("disk", Value::Array(disks)) => disks.iter().all(is_disk),
+        ("remove", Value::Array(names)) => names.iter().all(|it| it.as_str() == Some(name)),
+        _ => false,
+    })
 }
 
-fn write_durably(path: &Path, bytes: &[u8]) -> io::Result<()> {
-    let mut file = File::create(path)?;
+fn text_of(table: &Table) -> String {
+    let header =
+        "# ctl --persist rewrites this file as a whole: put anything else into another one.";
+    format!("{header}\n{table}")
+}
+
+/// Returns the attributes of a file that is to be replaced. None: there is no such file.
+fn attributes(path: &Path) -> io::Result<Option<Metadata>> {
+    match std::fs::metadata(path) {
+        Ok(attributes) => Ok(Some(attributes)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+        Err(e) => Err(e),
+    }
+}
+
+/// Writes a file. It gets mode and owner of the file that it will replace.
+fn write_durably(path: &Path, bytes: &[u8], like: Option<&Metadata>) -> io::Result<()> {
+    let mode = if like.is_some() { 0o600 } else { 0o666 };
+    let mut file =
+        OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(path)?;
+    if let Some(like) = like {
+        let new = file.metadata()?;
+        // Only a privileged server may change it.
+        if (new.uid(), new.gid()) != (like.uid(), like.gid()) {
+            fchown(&file, Some(like.uid()), Some(like.gid()))?;
+        }
+        file.set_permissions(Permissions::from_mode(like.mode() & 0o7777))?;
+    }
     file.write_all(bytes)?;
     file.sync_all()
 }
@@ -259,6 +321,48 @@ mod tests {
     fn names(config: &Path) -> Vec<(String, u32)> {
         let config = Config::read(config, true).unwrap();
         config.disks.iter().map(|disk| (disk.name(), disk.weight)).collect()
+    }
+
+    #[test]
+    fn a_file_keeps_its_mode_and_what_an_operator_has_added() {
+        let folder =
+            std::env::temp_dir().join(format!("blockyard-persist-own-{}", std::process::id()));
+        let config = folder.join("disks.toml");
+        std::fs::create_dir_all(folder.join(FOLDER)).unwrap();
+        std::fs::write(&config, "").unwrap();
+        let store = Persistence::of(Some(&config), &NbdArgs::default(), "a").unwrap();
+        let keys = "name = \"a\"\nimage = \"ram:1M\"\nublk = true\n".parse::<Table>().unwrap();
+        store.keep("a", keys.clone()).unwrap();
+        let file = folder.join(FOLDER).join("90-ctl-a.toml");
+        let mode = || std::fs::metadata(&file).unwrap().mode() & 0o7777;
+        std::fs::set_permissions(&file, Permissions::from_mode(0o640)).unwrap();
+        store.keep("a", keys.clone()).unwrap();
+        assert_eq!(mode(), 0o640);
+        let prepared = store.prepare("a", keys.clone()).unwrap();
+        prepared.apply().unwrap();
+        assert_eq!(mode(), 0o640);
+        prepared.take_back().unwrap();
+        assert_eq!(mode(), 0o640);
+        store.check("a", &keys).unwrap();
+        store.check_forget("a").unwrap();
+        let text = std::fs::read_to_string(&file).unwrap();
+        assert!(text.starts_with("# ctl --persist rewrites this file"), "{text}");
+        for more in [
+            "[group.g]\nweight = 5\n",
+            "[[disk]]\nname = \"b\"\nimage = \"ram:1M\"\nublk = true\n",
+            "no TOML",
+        ] {
+            std::fs::write(&file, format!("{text}{more}")).unwrap();
+            for refused in [store.check("a", &keys), store.check_forget("a")] {
+                let error = refused.unwrap_err().to_string();
+                assert!(error.contains("90-ctl-a.toml"), "{error}");
+            }
+        }
+        std::fs::write(&file, "remove = [\"a\", \"b\"]\n").unwrap();
+        assert!(store.check("a", &keys).is_err());
+        std::fs::write(&file, "remove = [\"a\"]\n").unwrap();
+        store.check("a", &keys).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 
     #[test]
