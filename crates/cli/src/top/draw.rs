@@ -104,12 +104,22 @@ fn load_style(busy: f64) -> Style {
     }
 }
 
+/// Returns the width of the longest name of a disk.
+pub fn longest_name(view: &View) -> u16 {
+    let widths = view.latest.disks.iter().map(|disk| disk.name.width());
+    widths.max().unwrap_or(0).min(u16::MAX.into()) as u16
+}
+
 fn table(frame: &mut Frame<'_>, area: Rect, view: &View) {
     let rows = view.rows();
     let is_wide = area.width >= WIDE;
     let columns: Vec<_> = COLUMNS.iter().filter(|column| is_wide || !column.2).collect();
-    let names = rows.iter().map(|row| row.figures.name.width()).max().unwrap_or(0);
-    let name = (names as u16).clamp(8, if is_wide { 32 } else { 14 });
+    let most = match () {
+        () if view.has_whole_names => u16::MAX,
+        () if is_wide => 32,
+        () => 14,
+    };
+    let name = longest_name(view).clamp(8, most);
     // The column takes space from the trend, so it is there only if a disk needs it.
     let has_states = rows.iter().any(|row| state(row.figures).is_some());
     let states = if has_states { STATE + 1 } else { 0 };

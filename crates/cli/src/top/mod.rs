@@ -59,8 +59,10 @@ pub struct TopOptions {
     pub once: bool,
 }
 
-/// Size of the screen of `--once`: wide enough for all columns, without a trend.
+/// Width of the screen of `--once`: all columns without a trend, and names of up to [`SHORT_NAME`]
+/// columns. Longer names make it wider, because programs read them.
 const COLUMNS: u16 = 120;
+const SHORT_NAME: u16 = 26;
 /// Lines of that screen besides those of disks.
 const OTHER_LINES: u16 = 5;
 
@@ -86,9 +88,16 @@ fn once(options: &TopOptions) -> anyhow::Result<String> {
     let mut view = View::new(sample(&options.api)?);
     std::thread::sleep(options.interval);
     view.add(Ok(sample(&options.api)?));
+    text_once(view)
+}
+
+fn text_once(mut view: View) -> anyhow::Result<String> {
     view.order = Order::Latency;
+    view.has_whole_names = true;
     let disks = view.latest.disks.len() as u16;
-    let lines = lines(&view, COLUMNS, disks.saturating_add(OTHER_LINES))?;
+    let more = draw::longest_name(&view).saturating_sub(SHORT_NAME);
+    let width = COLUMNS.saturating_add(more);
+    let lines = lines(&view, width, disks.saturating_add(OTHER_LINES))?;
     // The last line has the keys.
     Ok(lines[..lines.len() - 1].iter().map(|line| format!("{line}\n")).collect())
 }

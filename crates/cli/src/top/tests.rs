@@ -170,6 +170,22 @@ fn a_name_with_wide_characters_is_printed_as_it_is() {
 }
 
 #[test]
+fn a_long_name_is_printed_whole_and_cut_on_a_screen() {
+    let mut figures = samples().remove(0);
+    let name = "x".repeat(255);
+    figures.disks[0].name = name.clone();
+    figures.disks[0].drained = true;
+    let screen = screen(&View::new(figures.clone()), 140, 24);
+    assert!(screen.iter().any(|line| line.starts_with(&format!("{} ", "x".repeat(32)))));
+    let text = super::text_once(View::new(figures)).unwrap();
+    let row = text.lines().find(|line| line.starts_with('x')).unwrap();
+    let words: Vec<_> = row.split_whitespace().collect();
+    assert_eq!(words[..2], [&name[..], "drained"], "{row}");
+    let head = text.lines().find(|line| line.starts_with("disk ")).unwrap();
+    assert!(head.contains(" IOPS ") && head.contains("oldest"), "{head}");
+}
+
+#[test]
 fn the_detail_of_a_removed_disk_is_left() {
     let mut view = View::new(samples().remove(0));
     view.detail = Some(view.latest.disks[0].name.clone());

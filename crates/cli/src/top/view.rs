@@ -48,6 +48,8 @@ pub struct View {
     pub is_reversed: bool,
     /// Samples that arrive are dropped.
     pub is_paused: bool,
+    /// Whether the table shows each name whole, however wide that is.
+    pub has_whole_names: bool,
     /// The disk that is shown in detail.
     pub detail: Option<String>,
     /// Whether the detail shows totals since the disk was opened.
@@ -75,6 +77,7 @@ impl View {
             order: Order::Requests,
             is_reversed: false,
             is_paused: false,
+            has_whole_names: false,
             detail: None,
             shows_totals: false,
             selected: None,
