@@ -56,7 +56,7 @@ impl Log {
             self.slow.write_at(&data, block * BLOCK).await?;
         }
         self.slow.sync().await?;
-        // No slot has a header with the next number: the log is empty. No slot is used again before.
+        // No slot has a header with the next number: the log is empty. Slots wait for that.
         let begun = [&(self.number + 1).to_le_bytes()[..], &[0; 16]].concat();
         self.fast.write_at(&begun, 0).await?;
         self.fast.sync().await?;

@@ -5,8 +5,8 @@
 //! file, which is its first descriptor.
 //!
 //! What must hold
-//! - A keeper that does not read delays this server at most [`SEND_TIME`] once. Then the server goes
-//!   on without it.
+//! - A keeper that does not read delays this server at most [`SEND_TIME`] once. Then the server
+//!   goes on without it.
 //! - The next server does not use a parcel that is out of date: the rings of such a session may be
 //!   other memory of the guest. This server empties the description of a parcel that it can neither
 //!   replace nor remove.
@@ -316,8 +316,8 @@ mod tests {
 
     use super::*;
 
-    /// A keeper that fails once, such as a busy service manager, has the parcels of before. Those of
-    /// sessions that change later must not be used.
+    /// A keeper that fails once, such as a busy service manager, has the parcels of before. Those
+    /// of sessions that change later must not be used.
     #[test]
     fn a_parcel_that_cannot_be_replaced_is_emptied() {
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);

@@ -11,8 +11,8 @@
 //! writes the whole header, and the mark is gone. This program's commands that clear bits or change
 //! the header remove the mark.
 //!
-//! What it is not safe against: a guest that goes on through another driver does not see the sectors
-//! of the journal. A later replay puts them under that guest's newer data (`docs/operate.md`).
+//! What it is not safe against: a guest that goes on through another driver does not see the
+//! sectors of the journal. A later replay adds them to that guest's newer data (`docs/operate.md`).
 
 use blockyard_ring::Segments;
 use blockyard_storage::Storage;
