@@ -300,9 +300,13 @@ fn write_durably(path: &Path, bytes: &[u8], like: Option<&Metadata>) -> io::Resu
         OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(path)?;
     if let Some(like) = like {
         let new = file.metadata()?;
-        // Only a privileged server may change it.
-        if (new.uid(), new.gid()) != (like.uid(), like.gid()) {
-            fchown(&file, Some(like.uid()), Some(like.gid()))?;
+        // Only a privileged server may give it to another user. The file of another server stays
+        // with its own user.
+        if (new.uid(), new.gid()) != (like.uid(), like.gid())
+            && let Err(e) = fchown(&file, Some(like.uid()), Some(like.gid()))
+            && e.kind() != io::ErrorKind::PermissionDenied
+        {
+            return Err(e);
         }
         file.set_permissions(Permissions::from_mode(like.mode() & 0o7777))?;
     }
