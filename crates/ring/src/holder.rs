@@ -93,6 +93,9 @@ struct Holder {
     refusals: u32,
     /// An operator ends the server.
     is_ending: bool,
+    /// Whether the log says that disks are not kept. A front end that changes its session must not
+    /// flood it.
+    has_noted_loss: bool,
     /// Restarts that are possible now, and when their number was last counted.
     restarts: u64,
     counted: Instant,
@@ -202,6 +205,7 @@ impl Holder {
             follows: false,
             refusals: 0,
             is_ending: false,
+            has_noted_loss: false,
             restarts: BURST,
             counted: Instant::now(),
             program: [0; MOST_PATH],
@@ -411,8 +415,8 @@ impl Holder {
             // What is kept under the key is out of date: with it, a server would read other memory.
             rest if got.is_cut => {
                 close(fds);
-                note(
-                    b"blockyard holder: no descriptors are left (ulimit -n): a disk is not kept\n",
+                self.note_loss(
+                    b"blockyard holder: no descriptors are left (ulimit -n): disks are not kept\n",
                 );
                 if let Some((&kind::KEEP, key)) = rest {
                     self.forget(key);
@@ -458,14 +462,24 @@ impl Holder {
         (self.is_ready, self.refusals) = (true, 0);
     }
 
+    /// Reports once that a disk is not kept.
+    fn note_loss(&mut self, text: &[u8]) {
+        if !std::mem::replace(&mut self.has_noted_loss, true) {
+            note(text);
+        }
+    }
+
     fn place(&self, key: &[u8]) -> Option<usize> {
         self.slots.iter().position(|slot| slot.count > 0 && slot.key[..slot.key_len] == *key)
     }
 
     fn keep(&mut self, key: &[u8], fds: &[RawFd]) {
+        if fds.is_empty() {
+            return;
+        }
         let free = || self.slots.iter().position(|slot| slot.count == 0);
-        let Some(place) = self.place(key).or_else(free).filter(|_| !fds.is_empty()) else {
-            note(b"blockyard holder: no room for more disks: one is not kept\n");
+        let Some(place) = self.place(key).or_else(free) else {
+            self.note_loss(b"blockyard holder: no room for more disks: some are not kept\n");
             return close(fds);
         };
         let slot = &mut self.slots[place];

@@ -488,7 +488,7 @@ impl InFlightWindow {
             && slowdown > self.class.max_slowdown
             && stats.within_operations >= MIN_UNKNOWN;
         let step = match () {
-            // At the smallest window, the measured time decides on turns, not the cost.
+            // At the minimum of the window, disks take turns by measured time, and not by cost.
             () if slowdown > CLEAR_SLOWDOWN && stats.over_share_is_large => MAX_SHRINK,
             () if slowdown > self.class.max_slowdown && fair => self.shrink_step(stats, slowdown),
             // A smaller window would make these disks wait even more.

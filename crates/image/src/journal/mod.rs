@@ -307,8 +307,8 @@ impl Journal {
             self.failed.store(true, Ordering::Release);
             tracing::warn!(
                 "something has removed the journal of changed metadata: they are flushed before \
-                 each answer, which is slow; if the server dies now, `blockyard image check \
-                 --discard-journal` on the image loses nothing"
+                 each answer, which is slow; what is answered from now on survives a death of the \
+                 server, after `blockyard image check --discard-journal` on the image"
             );
         }
         ended

@@ -18,6 +18,7 @@ fn holder() -> (Holder, OwnedFd) {
         follows: false,
         refusals: 0,
         is_ending: false,
+        has_noted_loss: false,
         restarts: BURST,
         watched: None,
         other: None,

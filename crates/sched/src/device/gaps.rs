@@ -1,7 +1,7 @@
 //! Gaps after large operations of the disks in the queue.
 //!
 //! An operation of 1 MiB keeps a device that serves one operation after another busy for as long as
-//! dozens of small ones, and nothing can interrupt it. The smallest window admits one such
+//! dozens of small ones, and nothing can interrupt it. At its minimum, the window admits one such
 //! operation at a time. Even this slows a disk within its share down. Then a disk in the queue
 //! begins no other operation while a large one is in flight, and none in the gap after it. The gap
 //! ends when the disk's share of the device covers the time that the operation took. So the disks
