@@ -10,13 +10,16 @@ fn bytes_go_both_ways() {
     ours.set_nonblocking(true).unwrap();
     let executor = Executor::new().unwrap();
     let reader = ours.try_clone().unwrap();
+    let (has_sent, sent_at_once) = std::sync::mpsc::channel();
     let peer = std::thread::spawn(move || {
         theirs.write_all(b"01234").unwrap();
         while rustix::io::ioctl_fionread(&reader).unwrap() > 0 {
             std::thread::yield_now();
         }
         theirs.write_all(b"56789").unwrap();
-        // The message exceeds the socket's buffers, so it is sent in several steps.
+        // The message exceeds the socket's buffers, so it is sent in several steps if no byte is
+        // read during the first one.
+        sent_at_once.recv().unwrap();
         let mut all = vec![0; 3 << 20];
         theirs.read_exact(&mut all).unwrap();
         assert!(all.iter().all(|byte| *byte == 7));
@@ -38,6 +41,7 @@ fn bytes_go_both_ways() {
             // A busy host can make calls slow, which leaves them to a kernel worker.
             let elsewhere = socket.0.calls.borrow_mut().mode(Instant::now()) == CallMode::Elsewhere;
             assert!((at_once > 0 || elsewhere) && at_once < out.len(), "{at_once}");
+            has_sent.send(()).unwrap();
             let rest = out.slice(at_once, out.len() - at_once);
             socket.write_full(rest).await.1.unwrap();
             let (_, end) = socket.read_full(Segments::buffer(1)).await;
