@@ -191,6 +191,20 @@ impl Held {
         }
     }
 
+    /// Returns what other servers have kept. From now on, this server can empty their descriptions.
+    fn left_behind(&mut self) -> io::Result<Vec<(String, Parcel)>> {
+        let all = match &mut self.keeper {
+            Some(Keeper::Holder(socket)) => at_holder(socket)?,
+            Some(Keeper::Store(store)) => store.left_behind(),
+            None => Vec::new(),
+        };
+        let noted = all.into_iter().map(|Left { key, parcel, description }| {
+            self.descriptions.insert(key.clone(), description);
+            (key, parcel)
+        });
+        Ok(noted.collect())
+    }
+
     /// Makes the next server refuse what is kept under a key.
     fn empty(&mut self, key: &str) {
         if let Some(description) = self.descriptions.remove(key) {
@@ -247,30 +261,34 @@ fn send(socket: impl AsFd, message: &[u8], fds: &[BorrowedFd<'_>]) -> io::Result
     Ok(())
 }
 
-/// Returns all that is kept: what servers that have died left.
+/// Returns all that is kept: what servers that have died left, or the server before this one.
 pub fn left_behind() -> io::Result<Vec<(String, Parcel)>> {
-    match &mut held().keeper {
-        Some(Keeper::Holder(socket)) => at_holder(socket),
-        Some(Keeper::Store(store)) => Ok(store.left_behind()),
-        None => Ok(Vec::new()),
-    }
+    held().left_behind()
 }
 
-fn at_holder(socket: &OwnedFd) -> io::Result<Vec<(String, Parcel)>> {
+fn at_holder(socket: &OwnedFd) -> io::Result<Vec<Left>> {
     sockopt::set_socket_timeout(socket, sockopt::Timeout::Recv, Some(SEND_TIME * 30))?;
     send(socket, &[kind::ALL], &[])?;
     let mut all = Vec::new();
     loop {
         match receive(socket, RecvFlags::empty())? {
-            Received::Kept(key, parcel) => all.push((key, parcel)),
+            Received::Kept(left) => all.push(left),
             Received::End => return Ok(all),
         }
     }
 }
 
+/// A parcel that is kept.
+struct Left {
+    key: String,
+    parcel: Parcel,
+    /// The file with the parcel's bytes.
+    description: OwnedFd,
+}
+
 /// A message of the holder, or one that is kept in systemd's store.
 enum Received {
-    Kept(String, Parcel),
+    Kept(Left),
     End,
 }
 
@@ -290,9 +308,10 @@ fn receive(socket: impl AsFd, flags: RecvFlags) -> io::Result<Received> {
     }
     match bytes[..got].split_first() {
         Some((&kind::KEEP, key)) if !fds.is_empty() => {
-            let bytes = read(&fds.remove(0))?;
+            let description = fds.remove(0);
+            let parcel = Parcel { bytes: read(&description)?, fds };
             let key = String::from_utf8_lossy(key).into_owned();
-            Ok(Received::Kept(key, Parcel { bytes, fds }))
+            Ok(Received::Kept(Left { key, parcel, description }))
         }
         Some((&kind::END, _)) => Ok(Received::End),
         _ => Err(io::Error::other("the holder sent nonsense, or has ended")),
@@ -316,24 +335,46 @@ mod tests {
 
     use super::*;
 
+    /// A server with a holder, and the other end of the holder's connection.
+    fn with_holder() -> (Held, OwnedFd) {
+        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
+        let (ours, holder) =
+            rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+        (Held { keeper: Some(Keeper::Holder(ours)), descriptions: BTreeMap::new() }, holder)
+    }
+
+    fn session() -> Parcel {
+        Parcel { bytes: b"session".to_vec(), fds: Vec::new() }
+    }
+
     /// A keeper that fails once, such as a busy service manager, has the parcels of before. Those
     /// of sessions that change later must not be used.
     #[test]
     fn a_parcel_that_cannot_be_replaced_is_emptied() {
-        let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
-        let (ours, holder) =
-            rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).unwrap();
-        let mut held = Held { keeper: Some(Keeper::Holder(ours)), descriptions: BTreeMap::new() };
-        let parcel = Parcel { bytes: b"session".to_vec(), fds: Vec::new() };
-        ["a", "b", "c"].iter().for_each(|key| assert!(held.keep(key, &parcel).unwrap()));
+        let (mut held, holder) = with_holder();
+        ["a", "b", "c"].iter().for_each(|key| assert!(held.keep(key, &session()).unwrap()));
         let theirs = ["a", "b", "c"].map(|key| held.descriptions[key].try_clone().unwrap());
         let left = || theirs.each_ref().map(|fd| read(fd).unwrap().len());
         drop(holder);
         assert_eq!(left(), [7, 7, 7]);
-        assert!(!held.keep("a", &parcel).unwrap());
+        assert!(!held.keep("a", &session()).unwrap());
         assert_eq!(left(), [0, 7, 7]);
         held.forget("b");
         held.empty("b");
         assert_eq!(left(), [0, 0, 7]);
+    }
+
+    #[test]
+    fn a_parcel_of_another_server_is_emptied() {
+        let (mut first, _holder) = with_holder();
+        assert!(first.keep("a", &session()).unwrap());
+        let kept = &first.descriptions["a"];
+        let (mut next, holder) = with_holder();
+        send(&holder, &message(kind::KEEP, "a"), &[kept.as_fd()]).unwrap();
+        send(&holder, &[kind::END], &[]).unwrap();
+        assert_eq!(next.left_behind().unwrap()[0].1.bytes, b"session");
+        drop(holder);
+        assert!(!next.keep("a", &session()).unwrap());
+        assert_eq!(read(kept).unwrap(), b"");
     }
 }

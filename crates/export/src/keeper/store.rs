@@ -22,10 +22,9 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixDatagram;
 
 use blockyard_ring::Clock;
-use blockyard_ring::parcel::Parcel;
 use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType, sockopt};
 
-use super::{Received, SEND_TIME, receive, send};
+use super::{Left, Received, SEND_TIME, receive, send};
 
 /// Begin of the names in the store. The rest is a time in hexadecimal digits, so that the names of
 /// a boot are in the order of their parcels.
@@ -121,14 +120,15 @@ impl Store {
     }
 
     /// Returns the last parcel of each key.
-    pub(super) fn left_behind(&mut self) -> Vec<(String, Parcel)> {
+    pub(super) fn left_behind(&mut self) -> Vec<Left> {
         let (mut all, mut inherited) = (HashMap::new(), std::mem::take(&mut self.inherited));
         inherited.sort_by(|(a, _), (b, _)| a.cmp(b));
         for (name, socket) in inherited {
             match receive(socket, RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-                Ok(Received::Kept(key, parcel)) => {
-                    all.insert(key.clone(), parcel);
-                    if let Some(old) = self.names.insert(key, name) {
+                Ok(Received::Kept(left)) => {
+                    let old = self.names.insert(left.key.clone(), name);
+                    all.insert(left.key.clone(), left);
+                    if let Some(old) = old {
                         self.remove_or_warn(&old);
                     }
                 }
@@ -139,7 +139,7 @@ impl Store {
                 }
             }
         }
-        all.into_iter().collect()
+        all.into_values().collect()
     }
 
     fn next_name(&mut self) -> String {
