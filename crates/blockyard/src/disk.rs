@@ -25,6 +25,12 @@ pub(crate) enum Export {
     Xen(u16, String),
 }
 
+impl Export {
+    pub(crate) fn is_nbd(&self) -> bool {
+        matches!(self, Export::NbdUnix(_) | Export::NbdTcp(..))
+    }
+}
+
 /// A disk to serve: its contents, exports, share and limits.
 #[must_use = "pass it to `Yard::serve`"]
 pub struct Disk {

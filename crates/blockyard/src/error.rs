@@ -21,6 +21,8 @@ pub enum ErrorKind {
     Export,
     /// The image could not be flushed: writes may be lost.
     Flush,
+    /// Disks were not handed over to another process.
+    HandOver,
     /// Another failure.
     Other,
 }

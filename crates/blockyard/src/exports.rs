@@ -1,20 +1,21 @@
 //! The exports of a disk.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use blockyard_disk::Disk;
-use blockyard_export::nbd::{Exported, Server, Settings};
+use blockyard_export::nbd::{self, Exported, Server, Settings};
 use blockyard_export::policy::notify::Coalesce;
-use blockyard_export::ublk::{Ublk, UblkOptions};
-use blockyard_export::vhost_user::{QueueShape, Tuning, VhostUser};
+use blockyard_export::ublk::{PARCELS, Ublk, UblkOptions, number_in};
+use blockyard_export::vhost_user::{self, HandedSocket, QueueShape, Tuning, VhostUser};
 use blockyard_export::xen::{Name, Xen, XenData, XenOptions, records};
 use blockyard_export::{Listener, PollMode, Reactors};
 use blockyard_ring::xen::Host;
 use blockyard_yard::{Way, WayError};
 
 use crate::disk::Export;
+use crate::handover::Inheritance;
 
 /// Entries of a queue.
 const QUEUE_SIZE: u16 = 128;
@@ -27,6 +28,7 @@ pub(crate) struct One {
     pub(crate) export: Export,
     pub(crate) queues: u16,
     pub(crate) servers: NbdServers,
+    pub(crate) inherited: Inheritance,
 }
 
 impl One {
@@ -43,13 +45,52 @@ impl One {
         let address = self.describe();
         let exported = Exported::new(disk.clone(), disk.name(), "", None);
         let mut servers = self.servers.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(server) = servers.get(&address).and_then(Weak::upgrade) {
-            return Ok(Box::new(server.offer(exported)));
+        let server = match servers.get(&address).and_then(Weak::upgrade) {
+            Some(server) => server,
+            None => {
+                let listener = match self.inherited.take_socket(&address) {
+                    Some(parcel) => Listener::from_parcel(parcel)?,
+                    None => listen()?,
+                };
+                let settings = Arc::new(Settings::default());
+                let server = Server::start(listener, &address, settings, reactors.clone())?;
+                servers.insert(address, Arc::downgrade(&server));
+                server
+            }
+        };
+        let offer = server.offer(exported);
+        if let Some((parcel, _)) = self.inherited.take(disk.name(), nbd::KIND) {
+            offer.resume(parcel)?;
         }
-        let settings = Arc::new(Settings::default());
-        let server = Server::start(listen()?, &address, settings, reactors.clone())?;
-        servers.insert(address, Arc::downgrade(&server));
-        Ok(Box::new(server.offer(exported)))
+        Ok(Box::new(offer))
+    }
+
+    fn vhost_user(
+        &self,
+        path: &Path,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+    ) -> Result<VhostUser, WayError> {
+        let tuning = Tuning {
+            poll: PollMode::Auto,
+            coalesce: Coalesce::Auto,
+            in_band: false,
+            pin_memory: false,
+            any_memory_file: false,
+            second_client: Default::default(),
+        };
+        let (shape, served, reactors) = (self.shape(), disk.clone(), reactors.clone());
+        let Some((parcel, before)) = self.inherited.take(disk.name(), vhost_user::KIND) else {
+            let listener = Listener::bind(path)?;
+            return Ok(VhostUser::start(served, listener, shape, tuning, reactors)?);
+        };
+        let handed = HandedSocket::unpack(parcel, before)?;
+        if let Some(other) = handed.path().filter(|other| *other != path) {
+            let (other, path) = (other.display(), path.display());
+            let what = format!("the process before listens on {other}, not on {path}");
+            return Err(WayError::caller(what));
+        }
+        Ok(VhostUser::resume(served, handed, shape, tuning, reactors)?)
     }
 }
 
@@ -71,19 +112,7 @@ impl Way for One {
         reactors: &Arc<Reactors>,
     ) -> Result<Box<dyn blockyard_export::Export>, WayError> {
         match &self.export {
-            Export::VhostUser(path) => {
-                let listener = Listener::bind(path)?;
-                let tuning = Tuning {
-                    poll: PollMode::Auto,
-                    coalesce: Coalesce::Auto,
-                    in_band: false,
-                    pin_memory: false,
-                    any_memory_file: false,
-                    second_client: Default::default(),
-                };
-                let (disk, reactors) = (disk.clone(), reactors.clone());
-                Ok(Box::new(VhostUser::start(disk, listener, self.shape(), tuning, reactors)?))
-            }
+            Export::VhostUser(path) => Ok(Box::new(self.vhost_user(path, disk, reactors)?)),
             Export::NbdUnix(path) => {
                 let path: PathBuf = path.clone();
                 self.nbd(disk, reactors, || Ok(Listener::bind(&path)?))
@@ -92,8 +121,10 @@ impl Way for One {
                 self.nbd(disk, reactors, || Ok(Listener::bind_tcp(host, *port)?))
             }
             Export::Ublk(id) => {
+                let left = self.inherited.take(disk.name(), PARCELS);
+                let id = left.and_then(|(parcel, _)| number_in(&parcel)).or(*id);
                 let options = UblkOptions {
-                    id: *id,
+                    id,
                     shape: self.shape(),
                     identity: disk.name().into(),
                     file: None,

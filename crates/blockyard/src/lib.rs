@@ -65,6 +65,7 @@
 mod disk;
 mod error;
 mod exports;
+mod handover;
 #[cfg(feature = "testing")]
 pub mod testing;
 mod yard;
@@ -76,7 +77,7 @@ pub use blockyard_storage::target::{
 };
 pub use disk::Disk;
 pub use error::{Error, ErrorKind};
-pub use yard::{Counts, Ended, Resized, Statistics, Yard};
+pub use yard::{Counts, Ended, HandedOver, Resized, Statistics, Yard};
 
 /// The code blocks of the guide, which the documentation tests compile.
 #[cfg(all(doctest, feature = "testing"))]

@@ -1,26 +1,43 @@
 //! The disks that a process serves.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
+use std::io;
 use std::path::PathBuf;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use blockyard_disk::OpKind;
+use blockyard_disk::{Carried, OpKind};
 use blockyard_export::Reactors;
 use blockyard_image::{ChainOptions, Format};
+use blockyard_storage::target::TargetEnd;
 use blockyard_yard::{Activation, Change, DiskSettings, Shares, Way, YardError};
 
 use crate::disk::{Content, Disk};
 use crate::error::{Error, ErrorKind};
 use crate::exports::{NbdServers, One};
+use crate::handover::Inheritance;
 
 /// The set of disks that this process serves, and the threads that serve them.
 ///
 /// Calls block until they are done. Dropping the yard ends its disks, like [`Yard::close`].
 pub struct Yard {
-    yard: blockyard_yard::Yard,
+    pub(crate) yard: blockyard_yard::Yard,
     reactors: Arc<Reactors>,
-    servers: NbdServers,
+    pub(crate) servers: NbdServers,
+    /// What the process before this one has handed over.
+    pub(crate) inherited: Inheritance,
+    /// The ends of targets, by disk.
+    targets: Mutex<HashMap<String, TargetEnd>>,
+}
+
+/// A disk that another process has now.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct HandedOver {
+    /// The disk's name.
+    pub name: String,
+    /// How long its requests waited.
+    pub pause: Duration,
 }
 
 /// What a disk has counted.
@@ -82,19 +99,29 @@ impl Yard {
         let reactors = Arc::new(Reactors::start(reactors, &[]).map_err(failed)?);
         let shares = Shares::new(true, Vec::new(), BTreeMap::new());
         let yard = blockyard_yard::Yard::start(reactors.clone(), shares).map_err(failed)?;
-        Ok(Yard { yard, reactors, servers: NbdServers::default() })
+        let (servers, inherited, targets) = Default::default();
+        Ok(Yard { yard, reactors, servers, inherited, targets })
     }
 
     /// Opens a disk and starts its exports. After an error nothing of it remains.
     pub fn serve(&self, disk: Disk) -> Result<(), Error> {
+        self.serve_with(disk, None)
+    }
+
+    /// Like `serve`. `carried`: what the disk has from another process, or from before.
+    pub(crate) fn serve_with(
+        &self,
+        disk: Disk,
+        carried: Option<Arc<Carried>>,
+    ) -> Result<(), Error> {
         // A target that is opened runs code, and may change its files. The yard checks the name
         // again, because another thread may serve a disk meanwhile.
         if self.yard.info(&disk.name).is_some() {
             return Err(YardError::NameTaken { disk: disk.name }.into());
         }
         let exports = disk.exports.iter().map(|export| -> Arc<dyn Way> {
-            let (export, queues, servers) = (export.clone(), disk.queues, self.servers.clone());
-            Arc::new(One { export, queues, servers })
+            let (servers, inherited) = (self.servers.clone(), self.inherited.clone());
+            Arc::new(One { export: export.clone(), queues: disk.queues, servers, inherited })
         });
         let ways: Vec<_> = exports.collect();
         let mut image = disk.image_options(disk.name.clone().into());
@@ -103,6 +130,7 @@ impl Yard {
             Content::Image(path) => image.path = path,
             Content::Target(target) => {
                 let given = target.open(disk.cache)?;
+                self.targets().extend(given.end().map(|end| (name.clone(), end)));
                 image = ChainOptions { format: Some(Format::Raw), given: Some(given), ..image };
             }
         }
@@ -116,7 +144,7 @@ impl Yard {
             device: None,
             group: disk.group,
             knobs,
-            carried: None,
+            carried,
             ways,
         };
         Ok(self.yard.add(settings)?)
@@ -124,7 +152,24 @@ impl Yard {
 
     /// Ends the exports of a disk, flushes and closes it.
     pub fn remove(&self, name: &str) -> Result<Ended, Error> {
-        Ok(ended(&self.yard.remove(name)?))
+        let ended = ended(&self.yard.remove(name)?);
+        self.targets().remove(name);
+        Ok(ended)
+    }
+
+    fn targets(&self) -> MutexGuard<'_, HashMap<String, TargetEnd>> {
+        self.targets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for the end of the target of a disk that has ended.
+    pub(crate) fn target_ended(&self, name: &str, limit: Duration) -> io::Result<()> {
+        let Some(end) = self.targets().remove(name) else { return Ok(()) };
+        if end.wait(limit) {
+            return Ok(());
+        }
+        self.targets().insert(name.into(), end);
+        let what = format!("the target of disk \"{name}\" does not end: its thread is busy");
+        Err(io::Error::new(io::ErrorKind::TimedOut, what))
     }
 
     /// Makes all answered writes of a disk durable.

@@ -7,10 +7,12 @@ use std::fmt::Write;
 use std::path::Path;
 
 /// The files that define what `lib.rs` exports. Private items in them are marked `pub(...)`.
-const FILES: [&str; 12] = [
+const FILES: [&str; 14] = [
     "src/lib.rs",
     "src/disk.rs",
     "src/error.rs",
+    "src/handover/next.rs",
+    "src/handover/this.rs",
     "src/testing.rs",
     "src/yard.rs",
     "../storage/src/cache.rs",
@@ -23,10 +25,11 @@ const FILES: [&str; 12] = [
 ];
 
 /// Items of these files that `lib.rs` does not export.
-const INTERNAL: [&str; 6] = [
+const INTERNAL: [&str; 7] = [
     "AskWorker",
     "OpenTarget",
     "simulated",
+    "fn end(&self)",
     "fn handle(&self)",
     "fn open(self",
     "fn segments(&self)",

@@ -15,6 +15,7 @@
 
 use blockyard_disk::Disk;
 
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 /// What this process may do with the sockets that it serves.
@@ -30,6 +31,8 @@ pub enum Custody {
 
 static CUSTODY: Mutex<Custody> = Mutex::new(Custody::Owner);
 static CHANGED: Condvar = Condvar::new();
+/// Whether no disk takes requests while this process waits.
+static HOLDS_ALL: AtomicBool = AtomicBool::new(false);
 
 fn lock() -> MutexGuard<'static, Custody> {
     CUSTODY.lock().unwrap_or_else(PoisonError::into_inner)
@@ -45,12 +48,19 @@ pub fn is_owner() -> bool {
     *lock() == Custody::Owner
 }
 
-/// Returns whether this process must ask nothing about the disk's data yet: a program decides where
-/// they lie, and another process may be its owner. An answer changes the state of the program. If
-/// this process ended then, the other one would not know what it has placed.
+/// Waits until this process is the owner, and lets no disk take requests before. A process without
+/// journals does that: what it changed would be lost if it ended before it is the owner.
+pub fn wait_with_all_disks() {
+    HOLDS_ALL.store(true, Ordering::SeqCst);
+    set(Custody::Waiting);
+}
+
+/// Returns whether the disk must take no requests yet: a target decides where its data lie, and
+/// another process may be the owner. An answer changes the state of the target. If this process
+/// ended then, the other one would not know what was placed.
 pub(crate) fn must_wait(disk: &Disk) -> bool {
-    let asks = || disk.source().file()?.opened()?.program();
-    !is_owner() && asks().is_some()
+    let has_target = || Some(disk.source().file()?.opened()?.is_target());
+    !is_owner() && (HOLDS_ALL.load(Ordering::SeqCst) || has_target().unwrap_or(false))
 }
 
 /// Waits while it is not decided which process is the owner. Returns whether this one is.

@@ -3,7 +3,9 @@
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
+use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::process::{Resource, Rlimit};
 
 use crate::segments::Segments;
@@ -170,6 +172,21 @@ pub fn peer(socket: impl AsFd) -> Option<Peer> {
     // The kernel returns the user -1 for sockets without a peer process, such as those of TCP.
     let is_known = rc == 0 && peer.uid != u32::MAX;
     is_known.then(|| Peer { process: Some(peer.pid).filter(|pid| *pid > 0), user: peer.uid })
+}
+
+/// Waits for the end of a process (a pidfd). Returns whether it has ended.
+pub fn has_ended(process: impl AsFd, limit: Duration) -> io::Result<bool> {
+    let end = Instant::now() + limit;
+    loop {
+        let left = end.saturating_duration_since(Instant::now());
+        let time = Timespec { tv_sec: left.as_secs() as i64, tv_nsec: left.subsec_nanos().into() };
+        match rustix::event::poll(&mut [PollFd::new(&process, PollFlags::IN)], Some(&time)) {
+            Ok(0) => return Ok(false),
+            Ok(_) => return Ok(true),
+            Err(rustix::io::Errno::INTR) => {}
+            Err(e) => return Err(e.into()),
+        }
+    }
 }
 
 /// Returns the name of the program that a process runs, as the kernel knows it: at most 15 bytes.

@@ -10,12 +10,10 @@ pub enum Obstacle {
     WritesMayBeLost(String),
     #[error("its data are in the memory of this server")]
     DataInMemory,
-    #[error("only this server can ask what decides on its contents")]
-    TargetInServer,
-    #[error("its program has started before its rings: use --activation start")]
+    #[error("its target has started before its rings: use --activation start")]
     ProgramBeforeRings,
     /// Such a device may send requests before this server is sure to leave.
-    #[error("its program cannot be handed over with a ublk or Xen device")]
+    #[error("a target cannot be handed over with a ublk or Xen device")]
     ProgramWithDevice,
     #[error("since a snapshot its image is {}", .0.display())]
     Snapshot(PathBuf),

@@ -242,17 +242,14 @@ impl ServedDisk {
         obstacle.map(Obstacle::Export).or_else(|| self.sync_for_close(context))
     }
 
-    /// Returns why another server cannot ask what decides on the contents of the disk.
+    /// Returns why another server cannot continue a disk of a target.
     fn obstacle_of_target(&self) -> Option<Obstacle> {
         let source = self.disk.source();
-        let target = source.file()?.opened().filter(|opened| opened.is_target())?;
-        if target.program().is_none() {
-            return Some(Obstacle::TargetInServer);
-        }
+        source.file()?.opened().filter(|opened| opened.is_target())?;
         if self.settings.activation != Activation::Start {
             return Some(Obstacle::ProgramBeforeRings);
         }
-        // The next server must not ask the program before this one is sure to leave.
+        // The next server must not ask the target before this one is sure to leave.
         let waits = self.exports.all().iter().all(|export| export.waits_for_owner());
         (!waits).then_some(Obstacle::ProgramWithDevice)
     }

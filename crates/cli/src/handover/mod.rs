@@ -31,7 +31,6 @@ mod away;
 pub mod launcher;
 mod new;
 mod old;
-mod process;
 
 use std::io;
 use std::os::fd::AsFd;

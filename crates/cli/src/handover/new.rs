@@ -18,7 +18,6 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use toml::Table;
 
-use super::process::has_ended;
 use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
 use crate::exports;
@@ -212,7 +211,7 @@ impl Takeover {
 
     /// Returns whether the old server's process does not end within `limit`.
     pub fn old_lives(&self, limit: Duration) -> bool {
-        let lives = |old| has_ended(old, limit).is_ok_and(|has_ended| !has_ended);
+        let lives = |old| host::has_ended(old, limit).is_ok_and(|has_ended| !has_ended);
         self.old.as_ref().is_some_and(lives)
     }
 

@@ -29,7 +29,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::away::Away;
-use super::process::has_ended;
+
 use super::{FORMAT, FromNew, FromOld, NBD, Offered, OfferedProgram, Peer, away, launcher};
 use crate::server::Server;
 use crate::{holder, journals, supervisor};
@@ -407,7 +407,7 @@ impl<'a> HandOver<'a> {
     /// Waits without a limit for the end of the new server. Returns false if this one ends first.
     fn has_surely_ended(&self) -> bool {
         let mut reported = None::<Instant>;
-        while !has_ended(&self.process, CHECK_TIME).unwrap_or(true) {
+        while !host::has_ended(&self.process, CHECK_TIME).unwrap_or(true) {
             if self.server.hand_overs.is_ending.load(Ordering::SeqCst) {
                 return false;
             }
@@ -423,7 +423,7 @@ impl<'a> HandOver<'a> {
     /// Waits for the end of the new server, which may close its images first. Kills it if it does
     /// not end.
     fn end_process(&self) -> anyhow::Result<()> {
-        if has_ended(&self.process, END_TIME)? {
+        if host::has_ended(&self.process, END_TIME)? {
             return Ok(());
         }
         tracing::warn!("the new server does not end: killing it");
@@ -433,7 +433,7 @@ impl<'a> HandOver<'a> {
             rustix::process::pidfd_send_signal(&self.process, Signal::KILL).map_err(Into::into)
         };
         // It may have ended by itself before the signal.
-        if has_ended(&self.process, KILL_TIME)? {
+        if host::has_ended(&self.process, KILL_TIME)? {
             return Ok(());
         }
         killed?;

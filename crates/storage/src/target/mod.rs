@@ -60,3 +60,4 @@ pub use shared::AskWorker;
 pub use target::{
     Access, Figures, Handle, Limits, OpenTarget, Shape, Target, TargetError, TargetErrorKind,
 };
+pub use worker::TargetEnd;

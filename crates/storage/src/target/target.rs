@@ -20,7 +20,7 @@ use super::mapped::{Ask, Mapped};
 use super::passed::Passed;
 use super::patience::Patience;
 use super::shared::{AskWorker, Core};
-use super::worker::{Living, Make, Worker};
+use super::worker::{Living, Make, TargetEnd, Worker};
 use crate::boxed::AnyStore;
 use crate::cache::CacheMode;
 use crate::file::HostFile;
@@ -276,9 +276,10 @@ impl Target {
 /// An open target. Each reactor opens its disk through it.
 pub struct OpenTarget {
     core: Arc<Core>,
-    worker: Arc<Worker>,
+    // Closed before the end of the thread: another process opens the files after it.
     data: Vec<ImageFile>,
     own: Arc<[ImageFile]>,
+    worker: Arc<Worker>,
     limits: Limits,
     is_map: bool,
     /// Whether the map is another program.
@@ -295,6 +296,11 @@ impl OpenTarget {
     /// Returns a handle to the disk.
     pub fn handle(&self) -> Handle {
         Handle(Arc::downgrade(&self.core))
+    }
+
+    /// Returns what waits for the end of the target after its disk has ended, once.
+    pub fn end(&self) -> Option<TargetEnd> {
+        self.worker.end()
     }
 }
 

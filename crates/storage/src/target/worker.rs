@@ -12,7 +12,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -40,6 +40,19 @@ pub(super) type Make = Box<dyn FnOnce(&Handle) -> Boxed<'static, io::Result<Livi
 pub(super) struct Worker {
     remote: Remote,
     calls: Arc<AtomicUsize>,
+    end: Mutex<Option<TargetEnd>>,
+}
+
+/// The end of a target's thread.
+#[derive(Debug)]
+pub struct TargetEnd(mpsc::Receiver<()>);
+
+impl TargetEnd {
+    /// Waits until the target is dropped, and its thread has closed the target's files. Returns
+    /// whether that is so.
+    pub fn wait(&self, limit: Duration) -> bool {
+        self.0.recv_timeout(limit) == Err(mpsc::RecvTimeoutError::Disconnected)
+    }
 }
 
 thread_local! {
@@ -59,8 +72,11 @@ impl Worker {
     /// Starts the thread, and waits until the target is made.
     pub(super) fn start(make: Make, limit: Duration) -> io::Result<Self> {
         let (sender, receiver) = mpsc::sync_channel(1);
+        let (alive, end) = mpsc::sync_channel(0);
         // A reactor's thread may call this in a sandbox, and cannot start threads itself.
         threads::spawn(std::thread::Builder::new().name("target".into()), move || {
+            // Dropped last.
+            let _alive = alive;
             let executor = match Executor::new() {
                 Ok(executor) => executor,
                 Err(e) => return drop(sender.send(Err(e))),
@@ -87,7 +103,13 @@ impl Worker {
             }
             mpsc::RecvTimeoutError::Disconnected => io::Error::other("its thread has ended"),
         })??;
-        Ok(Worker { remote, calls: Arc::default() })
+        let end = Mutex::new(Some(TargetEnd(end)));
+        Ok(Worker { remote, calls: Arc::default(), end })
+    }
+
+    /// Returns the end of the thread, once.
+    pub(super) fn end(&self) -> Option<TargetEnd> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 
     /// Runs `work` on the target's thread.
