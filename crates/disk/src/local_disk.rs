@@ -242,7 +242,11 @@ impl<S: Storage> LocalDisk<S> {
                 }
             }
         };
-        if admitted.image.backend.is_long(request.op, len) {
+        if request.op == Op::Flush {
+            // The sync that it shares, or begins, is charged by itself. Until then the device does
+            // not work for it.
+            admitted.admission.end();
+        } else if admitted.image.backend.is_long(request.op, len) {
             admitted.admission.leave_room();
         }
         probe::request_admitted(probed);

@@ -95,6 +95,13 @@ impl Admission<'_> {
         }
     }
 
+    /// Ends the admission before the request. The device does no work for it from now on that is
+    /// not charged by itself.
+    pub fn end(&mut self) {
+        self.set_idle();
+        *self = Admission(None);
+    }
+
     /// The device has not worked for the request: the image knew the answer, or refused it.
     #[inline]
     pub fn set_idle(&mut self) {

@@ -116,6 +116,9 @@ pub struct Model {
     pub after: u64,
     /// What becomes of the device while it works.
     pub mood: Mood,
+    /// Service time of a sync, which the flushes of a guest share that came before it. 0: a flush
+    /// is an operation like others.
+    pub sync: u64,
     /// Whether the scheduler is used.
     pub scheduled: bool,
     /// Number of operations that all guests but the first may have in flight, instead of the
@@ -136,6 +139,7 @@ impl Model {
         factor: |_| 1,
         after: 0,
         mood: Mood::Even,
+        sync: 0,
         scheduled: true,
         window: None,
         calibrated: false,
@@ -220,6 +224,8 @@ struct Under {
     token: Arc<WaitToken>,
     /// Number of the operation while it waits.
     waits: Option<u64>,
+    /// The flushes that share this sync.
+    flushes: Option<Vec<usize>>,
 }
 
 pub struct Simulation {
@@ -240,6 +246,8 @@ pub struct Simulation {
     /// With a fixed window: the other guests' operations in flight, and those that wait.
     others: usize,
     others_wait: VecDeque<usize>,
+    /// Of each guest: the flushes that wait for the end of its sync. None: no sync runs.
+    syncs: Vec<Option<Vec<usize>>>,
     /// When a network disk's bucket has its next token.
     token_at: u64,
     woken: Arc<Mutex<Vec<usize>>>,
@@ -277,6 +285,7 @@ impl Simulation {
             waited: 0,
             others: 0,
             others_wait: VecDeque::new(),
+            syncs: vec![None; guests.len()],
             token_at: 0,
             woken: Arc::default(),
             random: Random(seed()),
@@ -337,17 +346,7 @@ impl Simulation {
         let (kind, bytes) = work[self.turns[guest] % work.len()];
         self.turns[guest] += 1;
         let operation = Operation { kind, bytes, sequential: false, requests: 1 };
-        let (asked, grant, token) = (self.now, Grant::default(), Arc::default());
-        let under = Under { guest, operation, asked, grant, token, waits: None };
-        let which = match self.free.pop() {
-            Some(which) => which,
-            None => self.under.len(),
-        };
-        if which == self.under.len() {
-            self.under.push(under)
-        } else {
-            self.under[which] = under
-        }
+        let which = self.put(guest, operation, None);
         if let Some(most) = self.model.window
             && guest > 0
         {
@@ -371,6 +370,37 @@ impl Simulation {
                 }
             }
         }
+    }
+
+    fn put(&mut self, guest: usize, operation: Operation, flushes: Option<Vec<usize>>) -> usize {
+        let (asked, grant, token) = (self.now, Grant::default(), Arc::default());
+        let under = Under { guest, operation, asked, grant, token, waits: None, flushes };
+        let Some(which) = self.free.pop() else {
+            self.under.push(under);
+            return self.under.len() - 1;
+        };
+        self.under[which] = under;
+        which
+    }
+
+    /// Adds a flush to those that share the guest's next sync, as the server does.
+    fn flush(&mut self, which: usize) {
+        let Under { guest, ref mut grant, .. } = self.under[which];
+        let mut grant = std::mem::take(grant);
+        grant.set_idle();
+        self.shares[guest].done(self.now, grant);
+        match &mut self.syncs[guest] {
+            Some(waiting) => waiting.push(which),
+            None => self.sync(guest, vec![which]),
+        }
+    }
+
+    fn sync(&mut self, guest: usize, flushes: Vec<usize>) {
+        self.syncs[guest] = Some(Vec::new());
+        let operation = self.under[flushes[0]].operation;
+        let which = self.put(guest, operation, Some(flushes));
+        self.under[which].grant = self.shares[guest].sync(self.now);
+        self.occupy(which);
     }
 
     /// Does what a waiting operation does when it is woken. Only the operation itself keeps the
@@ -409,13 +439,24 @@ impl Simulation {
             self.under[which].grant.set_idle();
             return self.at(self.now + ANSWER, Event::Ended(which));
         }
+        let under = &self.under[which];
+        match self.model.sync > 0 && under.operation.kind == OperationKind::Flush {
+            true => self.flush(which),
+            false => self.occupy(which),
+        }
+    }
+
+    fn occupy(&mut self, which: usize) {
         if self.busy < self.model.servers { self.serve(which) } else { self.queue.push_back(which) }
     }
 
     fn serve(&mut self, which: usize) {
         self.busy += 1;
         let operation = self.under[which].operation;
-        let time = self.model.service(self.now, &operation, &mut self.random);
+        let time = match self.under[which].flushes {
+            Some(_) => self.model.sync,
+            None => self.model.service(self.now, &operation, &mut self.random),
+        };
         let begins = match self.model.mood {
             Mood::Bucket(rate) => {
                 let begins = self.token_at.max(self.now);
@@ -436,8 +477,21 @@ impl Simulation {
     }
 
     fn ended(&mut self, which: usize, from: u64) {
-        let Under { guest, operation, asked, grant, .. } = self.under[which];
+        let grant = std::mem::take(&mut self.under[which].grant);
+        let guest = self.under[which].guest;
+        if let Some(flushes) = self.under[which].flushes.take() {
+            self.shares[guest].done(self.now, grant);
+            self.free.push(which);
+            flushes.into_iter().for_each(|flush| self.answered(flush, from));
+            let next = self.syncs[guest].take().filter(|waiting| !waiting.is_empty());
+            return next.into_iter().for_each(|flushes| self.sync(guest, flushes));
+        }
         self.shares[guest].done(self.now, grant);
+        self.answered(which, from);
+    }
+
+    fn answered(&mut self, which: usize, from: u64) {
+        let Under { guest, operation, asked, .. } = self.under[which];
         self.free.push(which);
         if guest > 0 && self.model.window.is_some() {
             match self.others_wait.pop_front() {

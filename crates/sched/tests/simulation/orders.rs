@@ -277,6 +277,15 @@ fn beside_discards_that_take_longer_than_their_cost() {
     holds(Model { factor, ..FAST }, &bounds, &[Guest { work, ..Guest::reads(8) }]);
 }
 
+/// Flushes wait for a sync of 20 ms, which takes one of eight servers.
+#[test]
+fn beside_a_thrasher_that_flushes_each_write() {
+    let work = vec![(OperationKind::Write, 4096), (OperationKind::Flush, 0)];
+    let model = Model { servers: 8, time: 80_000, factor: |_| 12, sync: 20 * MS, ..PLAIN };
+    let bounds = Bounds { kept: 1.1, p99: 6.0, ..PARALLEL };
+    holds(model, &bounds, &[Guest { work, ..Guest::reads(64) }]);
+}
+
 /// The image answers one guest's requests without the device. Their short times must not hide how
 /// long the polite guest's requests take.
 #[test]
