@@ -16,14 +16,11 @@ use blockyard_ring::small_file;
 use toml::{Table, Value};
 
 use crate::config::Config;
-use crate::config::files::{FOLDER, Instead};
+use crate::config::files::{FOLDER, Instead, OF_API};
 use crate::disks;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdArgs;
-
-/// Files of this prefix belong to the API. Names with higher numbers override them.
-const PREFIX: &str = "90-ctl-";
 
 /// Maximum length of a file's name in bytes, on Linux.
 const MAX_FILE_NAME: usize = 255;
@@ -194,7 +191,7 @@ impl Persistence {
 
     /// Returns the file of a disk. Letters that are unusual in names of files are encoded.
     fn path(&self, name: &str) -> PathBuf {
-        let mut file = String::from(PREFIX);
+        let mut file = String::from(OF_API);
         for byte in name.bytes() {
             if byte.is_ascii_alphanumeric() || b"-_.".contains(&byte) {
                 file.push(byte.into());

@@ -24,8 +24,8 @@ use crate::claims::{Claims, ImageId};
 use crate::config::Config;
 use crate::disks::check;
 use crate::options::disk::DiskArgs;
-use crate::reopening;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
+use crate::{reopening, sandbox};
 use compare::{compare, had_job, is_same, of_file, stale};
 
 /// Keys of the file that are read at start only.
@@ -116,6 +116,7 @@ impl Server {
         let images = Images::default();
         let identify = |disk: &DiskArgs| images.known(disk, &before);
         let config = Config::identified(&self.options, &identify)?;
+        sandbox::reserve(self.options.config.as_deref());
         config.api(&self.options.api).check()?;
         config.check_each(check)?;
         let settings = config.nbd_settings(&self.options.nbd)?;

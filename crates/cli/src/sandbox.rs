@@ -108,6 +108,7 @@ fn user_option(name: &str, config: &Config) -> &'static str {
 
 /// Changes the user and enters the sandbox, as the options say.
 pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
+    reserve(needs.config_file);
     check_folders(args, needs.config).map_err(Failure::usage)?;
     // A directory service may know the user a moment later: a service manager tries again.
     check_user(args, needs.config)?;
@@ -210,8 +211,32 @@ pub fn run_witness() -> std::io::Result<()> {
     })
 }
 
+/// Notes which files belong to the configuration: no disk may use them.
+pub fn reserve(config: Option<&Path>) {
+    config.into_iter().for_each(|config| sandbox::reserve(files::reserved(config)));
+}
+
+/// Returns an error if a new disk names files of the server's configuration. A client could write
+/// there what the next server does, outside the sandbox.
+fn check_reserved(disk: &DiskArgs) -> anyhow::Result<()> {
+    let name = disk.name();
+    let refuse = |what: &str, path: &Path| {
+        anyhow::ensure!(
+            !sandbox::is_reserved(path),
+            "disk \"{name}\": {what} {}: it belongs to the server's configuration, which no disk \
+             may use: choose another place",
+            path.display()
+        );
+        Ok(())
+    };
+    image_of(disk).iter().try_for_each(|image| refuse("image", image))?;
+    local_folders(disk).try_for_each(|folder| refuse("backing folder", folder))?;
+    exports::sockets(disk).iter().try_for_each(|socket| refuse("socket", socket))
+}
+
 /// Returns an error if the sandbox refuses what a new disk needs.
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
+    check_reserved(disk)?;
     let name = disk.name();
     let refused = |what: &str, path: &Path| match sandbox::advice(path) {
         Some(advice) => {
@@ -284,7 +309,7 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>, is_root: bool) -> Vec<Folder> 
         linked_from(&parts).for_each(|folder| add(&folder, Access::Read));
         if needs.api.api.is_some() {
             // The API keeps changes there (ctl --persist).
-            add(&parts, Access::Write);
+            add(&parts, Access::Control);
         }
     }
     let api = needs.api.api.as_deref().filter(|socket| !socket.starts_with("fd:"));
@@ -418,7 +443,7 @@ mod tests {
         let expected = [
             new("/more", Access::Write),
             new("/conf", Access::Read),
-            new("/conf/conf.d", Access::Write),
+            new("/conf/conf.d", Access::Control),
             new("/api", Access::Sockets),
             new("/tls", Access::Read),
             new("/golden", Access::Write),

@@ -2,7 +2,8 @@
 //!
 //! A new thread inherits the restrictions of the thread that starts it. A reactor may make few
 //! system calls, but the threads that it needs for calls that block must make others. So one thread
-//! with the rights of the whole process starts threads for all others.
+//! that may make all calls of the process starts threads for all others. They open images, so it
+//! may not write into the folder of the configuration.
 //!
 //! In: the name, the stack and the work of a thread. Out: the thread. Without a sandbox the caller
 //! starts the thread itself.
@@ -22,10 +23,12 @@ struct Wanted {
 
 static STARTER: OnceLock<Sender<Wanted>> = OnceLock::new();
 
-/// Starts the thread that starts threads. It has the restrictions of the caller.
+/// Starts the thread that starts threads. It has the restrictions of the caller, and those of
+/// [`sandbox::withhold`](crate::sandbox).
 pub(crate) fn start() -> io::Result<()> {
     let (sender, wanted) = channel::<Wanted>();
     let body = move || {
+        crate::sandbox::withhold();
         for Wanted { builder, work, started } in wanted {
             let _ = started.send(builder.spawn(work));
         }
@@ -35,7 +38,7 @@ pub(crate) fn start() -> io::Result<()> {
     Ok(())
 }
 
-/// Starts a thread with the restrictions of the process, whatever those of the caller are.
+/// Starts a thread with the restrictions of that thread, whatever those of the caller are.
 pub fn spawn(builder: Builder, work: impl FnOnce() + Send + 'static) -> io::Result<JoinHandle<()>> {
     let Some(starter) = STARTER.get() else { return builder.spawn(work) };
     let (started, answer) = sync_channel(1);

@@ -89,6 +89,8 @@ pub enum OpenError {
     Overlaid { path: PathBuf, overlay: PathBuf },
     #[error("image {}: {advice}", path.display())]
     Sandboxed { path: PathBuf, advice: String, source: io::Error },
+    #[error("image {}: it belongs to the server's configuration, which no disk may use", path.display())]
+    Reserved { path: PathBuf },
     #[error("image {}: {operation}", path.display())]
     Io { path: PathBuf, operation: &'static str, source: io::Error },
     #[error(
@@ -113,6 +115,7 @@ impl OpenError {
             OpenError::Open { .. }
             | OpenError::Locked { .. }
             | OpenError::Overlaid { .. }
+            | OpenError::Reserved { .. }
             | OpenError::Io { .. }
             | OpenError::Sandboxed { .. }
             | OpenError::Scheme { .. } => false,

@@ -7,12 +7,15 @@
 
 use std::io;
 use std::path::PathBuf;
+use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::thread::JoinHandle;
 
 use blockyard_control::types::Snapshot;
 use blockyard_control::{Answer, Kind, Problem};
 use blockyard_disk::{SnapshotOptions, StartRecord};
 use blockyard_image::Format;
+use blockyard_ring::sandbox::is_reserved;
 use blockyard_yard::{Job, JobKind};
 use toml::{Table, Value};
 
@@ -21,6 +24,48 @@ use crate::options::disk::DiskArgs;
 use crate::persist::Prepared;
 use crate::server::Server;
 
+/// A change of a prepared file, and where its result goes.
+type Step = (fn(&Prepared) -> io::Result<()>, SyncSender<io::Result<()>>);
+
+/// A thread that changes a file of the configuration: the sandbox does not let the thread of a job
+/// write there. Drop removes what is left of the preparation.
+#[derive(Debug)]
+struct FileWriter {
+    steps: Option<Sender<Step>>,
+    thread: Option<JoinHandle<()>>,
+}
+
+impl FileWriter {
+    /// Starts the thread. It has the rights of the caller, which is a call of the API.
+    fn start(prepared: Prepared) -> io::Result<Self> {
+        let (steps, wanted) = channel::<Step>();
+        let body = move || {
+            for (step, done) in wanted {
+                let _ = done.send(step(&prepared));
+            }
+        };
+        let thread = std::thread::Builder::new().name("kept overlay".into()).spawn(body)?;
+        Ok(FileWriter { steps: Some(steps), thread: Some(thread) })
+    }
+
+    fn run(&self, step: fn(&Prepared) -> io::Result<()>) -> io::Result<()> {
+        let (done, answer) = sync_channel(1);
+        let sent = self.steps.as_ref().is_some_and(|steps| steps.send((step, done)).is_ok());
+        let answer = if sent { answer.recv().ok() } else { None };
+        answer.unwrap_or_else(|| Err(io::Error::other("the thread of the file has ended")))
+    }
+}
+
+impl Drop for FileWriter {
+    fn drop(&mut self) {
+        drop(self.steps.take());
+        // The next call may prepare the same file.
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
 /// The file of a disk that a snapshot changes. The job holds the disk until it has ended.
 #[derive(Debug)]
 struct KeptOverlay {
@@ -28,26 +73,26 @@ struct KeptOverlay {
     disk: String,
     overlay: PathBuf,
     /// None after the end of the job.
-    prepared: Mutex<Option<Prepared>>,
+    file: Mutex<Option<FileWriter>>,
 }
 
 impl KeptOverlay {
-    fn prepared(&self) -> MutexGuard<'_, Option<Prepared>> {
-        self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
+    fn file(&self) -> MutexGuard<'_, Option<FileWriter>> {
+        self.file.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
 impl StartRecord for KeptOverlay {
     fn name_overlay(&self) -> io::Result<()> {
-        self.prepared().as_ref().map_or(Ok(()), Prepared::apply)
+        self.file().as_ref().map_or(Ok(()), |file| file.run(Prepared::apply))
     }
 
     fn name_old_image(&self) -> io::Result<()> {
-        self.prepared().as_ref().map_or(Ok(()), Prepared::take_back)
+        self.file().as_ref().map_or(Ok(()), |file| file.run(Prepared::take_back))
     }
 
     fn ended(&self, is_taken: bool) {
-        drop(self.prepared().take());
+        drop(self.file().take());
         let Some(server) = self.server.upgrade() else { return };
         let held = server.book.lent(self.disk.clone());
         if is_taken {
@@ -111,14 +156,15 @@ impl Server {
             server: self.itself.clone(),
             disk: name.into(),
             overlay: overlay.clone(),
-            prepared: Mutex::new(None),
+            file: Mutex::new(None),
         };
         let keys = store.keys(name).map_err(failed)?.unwrap_or_else(|| held.entry().keys);
         let keys = kept.named(keys);
         store.check(name, &keys).map_err(failed)?;
         let prepared = store.prepare(name, keys);
         let prepared = prepared.map_err(|e| Problem::new(Kind::Failed, format!("{e:#}")))?;
-        *kept.prepared() = Some(prepared);
+        let failed = |e| Problem::new(Kind::Failed, format!("persist: no thread can start: {e}"));
+        *kept.file() = Some(FileWriter::start(prepared).map_err(failed)?);
         let options = SnapshotOptions { overlay, start_record: Some(Arc::new(kept)), ..options };
         let lent = held.lend();
         let started = self.start_job(name, options);
@@ -129,9 +175,17 @@ impl Server {
     }
 }
 
-/// Returns an error if the next server would open an overlay in another format than qcow2.
+/// Returns an error if the next server would open an overlay in another format than qcow2, or if it
+/// lies in the configuration.
 /// `persist`: the configuration will name the format.
 fn check_overlay(overlay: &str, persist: bool) -> Answer<()> {
+    if is_reserved(overlay.as_ref()) {
+        let what = format!(
+            "overlay {overlay}: it belongs to the server's configuration, which no disk may use: \
+             choose another place"
+        );
+        return Err(Problem::new(Kind::Invalid, what).in_field("overlay"));
+    }
     let what = match Format::of_name(overlay.as_ref()) {
         Some(Format::Qcow2) => return Ok(()),
         None if persist => return Ok(()),

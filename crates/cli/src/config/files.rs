@@ -7,6 +7,8 @@
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
 
+use blockyard_disk::Source;
+use blockyard_ring::sandbox::Reserved;
 use blockyard_ring::small_file::read_text;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
@@ -21,6 +23,9 @@ pub const FOLDER: &str = "conf.d";
 
 /// Name of the main file if `--config` names a folder.
 const MAIN: &str = "blockyard.toml";
+
+/// Prefix of the files that the API writes. Names with higher numbers override them.
+pub const OF_API: &str = "90-ctl-";
 
 /// What a file of the folder is, for messages about unknown keys.
 const PART: &str = " in a file of conf.d, which has only [[disk]], [group.NAME] and remove";
@@ -51,6 +56,11 @@ pub fn main(config: &Path) -> PathBuf {
     if config.is_dir() { config.join(MAIN) } else { config.to_path_buf() }
 }
 
+/// Returns the files of a configuration, which no disk may use.
+pub fn reserved(config: &Path) -> Reserved {
+    Reserved::of(&main(config), &root(config).join(FOLDER), is_part)
+}
+
 /// A text that replaces a file of the folder, for a check before the file is written.
 #[derive(Clone, Copy)]
 pub struct Instead<'a> {
@@ -78,6 +88,10 @@ pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, Confi
             None => read_text(&path).map_err(ConfigError::File)?,
         };
         let (part, file, lines): (Part, _, _) = parse(&path, &text, PART)?;
+        check_programs(&path, &all.disks, &part).map_err(|what| {
+            let place = Place { path: path.clone(), line: None };
+            ConfigError::Value { place, what }
+        })?;
         let places = places(&path, &lines, part.disks.len());
         merge(&mut all, part, file, places);
     }
@@ -99,10 +113,8 @@ fn parts<'a>(
     let mut paths = Vec::new();
     for entry in entries {
         let path = entry.map_err(failed)?.path();
-        let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes()[0] == b'.');
         let is_other = instead.is_none_or(|instead| instead.path != path);
-        let is_part = path.extension().is_some_and(|extension| extension == "toml") && !is_hidden;
-        if is_part && is_other {
+        if is_part(&path) && is_other {
             paths.push((path, None));
         }
     }
@@ -110,6 +122,39 @@ fn parts<'a>(
     paths.extend(given);
     paths.sort();
     Ok(paths)
+}
+
+/// Returns whether a file of the folder belongs to the configuration.
+fn is_part(path: &Path) -> bool {
+    let is_hidden = path.file_name().is_some_and(|name| name.as_encoded_bytes()[0] == b'.');
+    path.extension().is_some_and(|extension| extension == "toml") && !is_hidden
+}
+
+/// Returns an error if a file that the API writes names a program that no file of the operator
+/// names for the same disk. Otherwise a call could start any program as the server's user.
+/// `earlier`: the disks of the files before this one.
+fn check_programs(path: &Path, earlier: &[DiskArgs], part: &Part) -> Result<(), String> {
+    let name = path.file_name().unwrap_or_default();
+    if !name.as_encoded_bytes().starts_with(OF_API.as_bytes()) {
+        return Ok(());
+    }
+    let is_known = |disk: &DiskArgs| {
+        let mut same = earlier.iter().filter(|known| known.name() == disk.name());
+        same.any(|known| known.image == disk.image)
+    };
+    match part.disks.iter().find(|disk| names_program(disk) && !is_known(disk)) {
+        Some(disk) => Err(format!(
+            "disk \"{}\": image {}: only an operator's own file may name a program, and the API \
+             writes files {OF_API}*: put the disk into another file of this folder",
+            disk.name(),
+            disk.image.display()
+        )),
+        None => Ok(()),
+    }
+}
+
+fn names_program(disk: &DiskArgs) -> bool {
+    Source::scheme_of(&disk.image).is_some_and(|(scheme, name)| scheme.program(name).is_some())
 }
 
 /// Parses a file, also as a table for messages about changes. Returns the lines of its disks, too.
@@ -239,6 +284,30 @@ mod tests {
         files.write("conf.d/b.toml", &(disk("b", "") + "[nbd]\nmax-clients = 3\n"));
         let error = Config::read(&files.0, false).unwrap_err().to_string();
         assert!(error.contains("line 5: unknown key `nbd` in a file of conf.d"), "{error}");
+    }
+
+    #[test]
+    fn a_file_of_the_api_names_no_program_that_an_operator_has_not_named() {
+        let files = Files::new("programs");
+        let program = disk("p", "weight = 5\n").replace("ram:1M", "exec:/bin/program");
+        let other = program.replace("/bin/program", "/bin/other");
+        let main = files.write("main.toml", &program);
+        let weights = || {
+            let config = Config::read(&main, false).map_err(|e| e.to_string());
+            config.map(|config| config.disks.iter().map(|disk| disk.weight).collect::<Vec<_>>())
+        };
+        // A change of another key (`ctl set --persist`).
+        let kept = files.write("conf.d/90-ctl-p.toml", &program.replace("= 5", "= 7"));
+        assert_eq!(weights(), Ok(vec![7]));
+        for wrong in [other.clone(), program.replace("\"p\"", "\"q\""), disk("x", "") + &other] {
+            std::fs::write(&kept, wrong).unwrap();
+            let error = weights().unwrap_err();
+            assert!(error.contains("90-ctl-p.toml: disk \""), "{error}");
+            assert!(error.contains("only an operator's own file may name a program"), "{error}");
+        }
+        std::fs::remove_file(&kept).unwrap();
+        files.write("conf.d/91-own.toml", &other.replace("= 5", "= 9"));
+        assert_eq!(weights(), Ok(vec![9]));
     }
 
     #[test]

@@ -114,6 +114,60 @@ fn a_snapshot_into_another_folder_names_the_option() {
     assert!(!overlay.exists());
 }
 
+/// Checks that a disk is refused, because it names the configuration.
+#[track_caller]
+fn reserved(server: &Server, disk: &Value) {
+    let answer = server.bad("POST", "/v1/disks", &disk.to_string(), 422);
+    let detail = answer["detail"].as_str().unwrap();
+    assert!(detail.contains("it belongs to the server's configuration"), "{disk}: {answer}");
+}
+
+/// The sandbox cannot tell the files apart, because the images are beside the configuration.
+#[test]
+fn no_disk_uses_the_files_of_the_configuration() {
+    let folder = Folder::new();
+    std::fs::create_dir(folder.join("conf.d")).unwrap();
+    let main = "[[disk]]\nname = \"a\"\nimage = \"FOLDER/base.qcow2\"\nvhost-user = \"FOLDER/a\"\n";
+    let base = folder.join("base.qcow2");
+    tool("qemu-img", ["create", "-q", "-f", "qcow2", base.to_str().unwrap(), "1M"]).good();
+    let server = Server::configured_in(folder, main);
+    let at = |name: &str| server.folder.join(name);
+    server.good("POST", "/v1/disks?persist=true", server.keys("x"));
+    let part = at("conf.d/90-ctl-x.toml");
+    std::os::unix::fs::symlink(&part, at("link")).unwrap();
+    std::os::unix::fs::symlink(at("conf.d"), at("folder")).unwrap();
+    std::fs::hard_link(&part, at("hard")).unwrap();
+    let texts = || [&part, &at("toml")].map(|path| std::fs::read(path).unwrap());
+    let before = texts();
+    // A reload knows the new file's other name.
+    server.good("POST", "/v1/reload", Value::Null);
+    let nbd = format!("unix:{}", at("w").display());
+    for image in [&part, &at("link"), &at("hard"), &at("folder/90-ctl-x.toml"), &at("toml")] {
+        for read_only in [false, true] {
+            reserved(
+                &server,
+                &json!({
+                    "name": "w", "image": image, "format": "raw", "nbd": nbd,
+                    "read-only": read_only,
+                }),
+            );
+        }
+    }
+    let top = overlay(&server, "top.qcow2", "conf.d/90-ctl-x.toml");
+    reserved(&server, &json!({ "name": "w", "image": top, "nbd": nbd }));
+    for socket in ["conf.d/s", "folder/s", "conf.d/50.toml"].map(at) {
+        reserved(&server, &json!({ "name": "w", "image": "ram:1M", "vhost-user": socket }));
+    }
+    for overlay in ["conf.d/top.qcow2", "folder/top.qcow2", "conf.d/zz.toml"].map(at) {
+        let snapshot = json!({ "overlay": overlay, "persist": true }).to_string();
+        let answer = server.bad("POST", "/v1/disks/a/snapshot", &snapshot, 422);
+        let detail = answer["detail"].as_str().unwrap();
+        assert!(detail.contains("it belongs to the server's configuration"), "{answer}");
+        assert!(!overlay.exists());
+    }
+    assert_eq!((server.names(), texts()), (vec!["a".to_string(), "x".to_string()], before));
+}
+
 #[test]
 fn a_reload_says_which_option_a_disk_outside_needs() {
     let (server, elsewhere) = (

@@ -278,6 +278,10 @@ impl ChainLayer {
 fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), ChainError> {
     let path = &options.path;
     let wrong = |error| ChainError::Image { path: path.clone(), error };
+    if sandbox::is_reserved(path) {
+        let what = "it belongs to the server's configuration, which no disk may use";
+        return Err(wrong(ImageError::refused(OVERLAY, what)));
+    }
     let made = File::options().write(true).create_new(true).open(path);
     made.map_err(|e| {
         let is_refused = e.kind() == io::ErrorKind::PermissionDenied;

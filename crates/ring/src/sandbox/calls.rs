@@ -347,8 +347,13 @@ const NETWORK: &[c_long] = &[
 ];
 
 /// New threads with their rings and filters. `clone` has a condition.
-const STARTS: &[c_long] =
-    &[libc::SYS_clone3, libc::SYS_io_uring_setup, libc::SYS_seccomp, libc::SYS_set_tid_address];
+const STARTS: &[c_long] = &[
+    libc::SYS_clone3,
+    libc::SYS_io_uring_setup,
+    libc::SYS_landlock_restrict_self,
+    libc::SYS_seccomp,
+    libc::SYS_set_tid_address,
+];
 
 /// Hand-over to the next server: a connection for it, and a descriptor to wait for its end. The end
 /// of programs that were started before the sandbox closed. `pidfd_send_signal` has a condition.

@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 
 use landlock::{
     ABI, Access as _, AccessFs, BitFlags, CompatLevel, Compatible, PathBeneath, PathFd, Ruleset,
-    RulesetAttr, RulesetCreatedAttr, RulesetStatus, Scope, make_bitflags,
+    RulesetAttr, RulesetCreated, RulesetCreatedAttr, RulesetError, RulesetStatus, Scope,
+    make_bitflags,
 };
 
 /// The newest version of Landlock of which the server uses the restrictions of files.
@@ -25,13 +26,16 @@ pub enum Access {
     Write,
     /// Create and remove sockets.
     Sockets,
+    /// Like `Write`, but only threads that control the server have it. Reactors and threads that
+    /// open images do not; see [`Withheld`].
+    Control,
 }
 
 impl Access {
     fn rights(self) -> BitFlags<AccessFs> {
         match self {
             Access::Read => make_bitflags!(AccessFs::{ReadFile | ReadDir}),
-            Access::Write => make_bitflags!(AccessFs::{
+            Access::Write | Access::Control => make_bitflags!(AccessFs::{
                 ReadFile | ReadDir | WriteFile | Truncate | MakeReg | MakeSock | RemoveFile
                     | Refer | IoctlDev
             }),
@@ -56,23 +60,9 @@ impl Folder {
 /// Restricts the calling thread, and threads that it starts, to these folders. Adds what the kernel
 /// cannot enforce to `lacks`. Returns whether the kernel restricts the opening of files.
 pub fn restrict(folders: &[Folder], lacks: &mut Vec<String>) -> io::Result<bool> {
-    let failed = |e: landlock::RulesetError| io::Error::other(format!("Landlock: {e}"));
-    let mut rules = Ruleset::default()
-        .set_compatibility(CompatLevel::BestEffort)
-        .handle_access(AccessFs::from_all(VERSION))
-        .and_then(|rules| rules.scope(Scope::Signal))
-        .and_then(Ruleset::create)
-        .map_err(failed)?;
-    for Folder { path, access } in folders {
-        let Ok(fd) = PathFd::new(path) else { continue };
-        let rights = access.rights();
-        // A rule for a file has no rights of folders.
-        let is_folder = std::fs::metadata(path).is_ok_and(|meta| meta.is_dir());
-        let rights = if is_folder { rights } else { rights & AccessFs::from_file(VERSION) };
-        if !rights.is_empty() {
-            rules = rules.add_rule(PathBeneath::new(fd, rights)).map_err(failed)?;
-        }
-    }
+    let rules = Ruleset::default().set_compatibility(CompatLevel::BestEffort);
+    let rules = rules.scope(Scope::Signal).and_then(|rules| granting(rules, folders));
+    let rules = rules.map_err(failed)?;
     match rules.restrict_self().map_err(failed)?.ruleset {
         RulesetStatus::FullyEnforced => Ok(true),
         RulesetStatus::PartiallyEnforced => {
@@ -85,6 +75,50 @@ pub fn restrict(folders: &[Folder], lacks: &mut Vec<String>) -> io::Result<bool>
             );
             Ok(false)
         }
+    }
+}
+
+fn failed(error: RulesetError) -> io::Error {
+    io::Error::other(format!("Landlock: {error}"))
+}
+
+/// Returns a set of rules that grants these folders.
+fn granting<'a>(
+    rules: Ruleset,
+    folders: impl IntoIterator<Item = &'a Folder>,
+) -> Result<RulesetCreated, RulesetError> {
+    let mut rules = rules.handle_access(AccessFs::from_all(VERSION))?.create()?;
+    for Folder { path, access } in folders {
+        let Ok(fd) = PathFd::new(path) else { continue };
+        let rights = access.rights();
+        // A rule for a file has no rights of folders.
+        let is_folder = std::fs::metadata(path).is_ok_and(|meta| meta.is_dir());
+        let rights = if is_folder { rights } else { rights & AccessFs::from_file(VERSION) };
+        if !rights.is_empty() {
+            rules = rules.add_rule(PathBeneath::new(fd, rights))?;
+        }
+    }
+    Ok(rules)
+}
+
+/// The rules of threads that may not write into folders of [`Access::Control`].
+pub struct Withheld(RulesetCreated);
+
+impl Withheld {
+    /// Returns `None` if there is no such folder: then those threads need no rules of their own.
+    pub fn of(folders: &[Folder]) -> io::Result<Option<Self>> {
+        let is_for_control = |folder: &&Folder| folder.access == Access::Control;
+        if !folders.iter().any(|folder| is_for_control(&folder)) {
+            return Ok(None);
+        }
+        let others = folders.iter().filter(|folder| !is_for_control(folder));
+        let rules = Ruleset::default().set_compatibility(CompatLevel::BestEffort);
+        Ok(Some(Withheld(granting(rules, others).map_err(failed)?)))
+    }
+
+    /// Restricts the calling thread, and threads that it starts.
+    pub fn restrict(&self) -> io::Result<()> {
+        self.0.try_clone()?.restrict_self().map(drop).map_err(failed)
     }
 }
 
@@ -112,7 +146,7 @@ impl Granted {
 
     /// Returns whether a granted folder lets the process create a socket at `path`.
     pub fn may_listen(&self, path: &Path) -> bool {
-        self.contain(&real(path), |access| access != Access::Read)
+        self.contain(&real(path), |access| matches!(access, Access::Write | Access::Sockets))
     }
 
     /// Returns whether a folder with a suitable access contains the file.
@@ -123,7 +157,7 @@ impl Granted {
 }
 
 /// Returns the real path of a file that may be missing.
-fn real(path: &Path) -> PathBuf {
+pub(super) fn real(path: &Path) -> PathBuf {
     let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
     if let Ok(real) = std::fs::canonicalize(&absolute) {
         return real;

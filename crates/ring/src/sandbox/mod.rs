@@ -2,6 +2,7 @@
 //!
 //! ```text
 //!   folders   Landlock: the folders that the process may use
+//!   reserved  the files of the configuration, which no disk may use
 //!   calls     seccomp: the system calls of each kind of thread
 //!   trap      the end of the process at a system call that is refused
 //! ```
@@ -11,12 +12,15 @@
 //! What must hold
 //! - [`enter`] runs before the process starts threads. Both restrictions belong to a thread, and
 //!   new threads inherit them.
+//! - Reactors and the threads that open images cannot write into the folders of the configuration.
+//!   Threads of the API can.
 //! - A thread of a stricter kind calls [`confine`] at its start. It starts no threads itself: new
 //!   threads come from the thread of [`threads`](crate::threads), which is not as strict.
 //! - Nothing here changes the process if the sandbox is off.
 
 mod calls;
 mod folders;
+mod reserved;
 mod trap;
 
 use std::io;
@@ -24,18 +28,26 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 pub use calls::Kind;
-use folders::Granted;
 pub use folders::{Access, Folder};
+use folders::{Granted, Withheld};
+pub use reserved::{Reserved, is_reserved, is_reserved_file, reserve};
 pub use trap::STATUS;
 
 /// The folders of a sandbox that is on. `None`: the kernel does not enforce them.
 static GRANTED: OnceLock<Option<Granted>> = OnceLock::new();
 
+/// What [`withhold`] restricts a thread to. Unset: it has nothing to withhold.
+static WITHHELD: OnceLock<Withheld> = OnceLock::new();
+
 /// Confines this process for good. Returns what the kernel cannot enforce, one sentence each.
 pub fn enter(folders: Vec<Folder>) -> io::Result<Vec<String>> {
     let mut lacks = Vec::new();
     trap::install()?;
+    let withheld = Withheld::of(&folders)?;
     let is_enforced = folders::restrict(&folders, &mut lacks)?;
+    if let Some(withheld) = withheld.filter(|_| is_enforced) {
+        let _ = WITHHELD.set(withheld);
+    }
     if let Err(e) = calls::apply(Kind::Any) {
         lacks.push(format!("the kernel has no filters for system calls (seccomp): {e}"));
     }
@@ -49,9 +61,20 @@ pub fn is_on() -> bool {
     GRANTED.get().is_some()
 }
 
-/// Restricts the calling thread to the system calls of its kind. Does nothing if the sandbox is
-/// off.
+/// Takes the folders of [`Access::Control`] from the calling thread, and from threads that it
+/// starts. Does nothing if the sandbox is off.
+pub(crate) fn withhold() {
+    if let Some(Err(e)) = WITHHELD.get().map(Withheld::restrict) {
+        tracing::warn!("sandbox: this thread may write into the folder of the configuration: {e}");
+    }
+}
+
+/// Restricts the calling thread to the system calls of its kind, and a reactor also to fewer
+/// folders. Does nothing if the sandbox is off.
 pub fn confine(kind: Kind) {
+    if kind == Kind::Reactor {
+        withhold();
+    }
     if is_on()
         && let Err(e) = calls::apply(kind)
     {

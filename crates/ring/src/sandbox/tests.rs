@@ -156,6 +156,53 @@ fn files_outside_of_the_folders_are_refused_and_threads_of_reactors_may_do_more(
 }
 
 #[test]
+fn reactors_and_threads_that_open_images_do_not_write_into_the_configuration() {
+    let body = || {
+        let temp = std::env::temp_dir().join(format!("blockyard-withheld-{}", std::process::id()));
+        let (images, parts) = (temp.join("images"), temp.join("conf.d"));
+        std::fs::create_dir_all(&images).unwrap();
+        std::fs::create_dir_all(&parts).unwrap();
+        let lacks = enter(vec![
+            Folder::new(&images, Access::Write),
+            Folder::new(&temp, Access::Read),
+            Folder::new(&parts, Access::Control),
+        ]);
+        assert_eq!(lacks.unwrap(), Vec::<String>::new());
+        assert!(advice(&parts.join("a.toml")).is_some(), "it is no folder of disks");
+        let control = std::thread::spawn({
+            let part = parts.join("a.toml");
+            move || {
+                confine(Kind::Control);
+                std::fs::write(part, "x").unwrap();
+            }
+        });
+        control.join().unwrap();
+        let check = move || {
+            std::fs::write(images.join("new"), "x").unwrap();
+            assert_eq!(std::fs::read(parts.join("a.toml")).unwrap(), b"x");
+            for part in ["a.toml", "b.toml"] {
+                let refused = std::fs::write(parts.join(part), "y").unwrap_err();
+                assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
+            }
+        };
+        let others = check.clone();
+        let reactor = std::thread::spawn(move || {
+            confine(Kind::Reactor);
+            check();
+        });
+        reactor.join().unwrap();
+        crate::threads::spawn(std::thread::Builder::new(), others).unwrap().join().unwrap();
+        println!("whole");
+        std::process::exit(0);
+    };
+    let name = "reactors_and_threads_that_open_images_do_not_write_into_the_configuration";
+    let Some(child) = in_child(name, body) else { return };
+    let (out, err) =
+        (String::from_utf8_lossy(&child.stdout), String::from_utf8_lossy(&child.stderr));
+    assert!(child.status.success() && out.contains("whole"), "{out} {err}");
+}
+
+#[test]
 fn a_ring_of_a_sandbox_refuses_other_operations() {
     let body = || {
         let file = std::env::temp_dir().join(format!("blockyard-ring-{}", std::process::id()));

@@ -114,8 +114,20 @@ pub fn path_of(fd: impl AsFd) -> PathBuf {
     format!("/proc/self/fd/{}", fd.as_fd().as_raw_fd()).into()
 }
 
-/// Opens the file. The second value is true if the file was opened with O_DIRECT.
+/// Opens the file. The second value is true if the file was opened with O_DIRECT. Returns an error
+/// for files of the server's configuration, also if another image names them.
 pub(crate) fn open(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
+    let (fd, direct) = open_any(path, options)?;
+    // The path may lead to another file since the server has checked it.
+    let is_reserved = sandbox::is_reserved_file(&fd).map_err(|source| OpenError::Io {
+        path: path.into(),
+        operation: "finding its path",
+        source,
+    })?;
+    if is_reserved { Err(OpenError::Reserved { path: path.into() }) } else { Ok((fd, direct)) }
+}
+
+fn open_any(path: &Path, options: &OpenOptions) -> Result<(OwnedFd, bool), OpenError> {
     let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
     let flags = access | OFlags::CLOEXEC | OFlags::NOCTTY;
     let found = options.found.as_ref().map(path_of);
