@@ -290,11 +290,14 @@ fn attributes(path: &Path) -> io::Result<Option<Metadata>> {
     }
 }
 
-/// Writes a file. It gets mode and owner of the file that it will replace.
+/// Mode of a new file: it may name the disks of others.
+const PRIVATE: u32 = 0o600;
+
+/// Writes a file. It gets mode and owner of the file that it will replace. A new one is private.
 fn write_durably(path: &Path, bytes: &[u8], like: Option<&Metadata>) -> io::Result<()> {
-    let mode = if like.is_some() { 0o600 } else { 0o666 };
     let mut file =
-        OpenOptions::new().write(true).create(true).truncate(true).mode(mode).open(path)?;
+        OpenOptions::new().write(true).create(true).truncate(true).mode(PRIVATE).open(path)?;
+    let mode = like.map_or(PRIVATE, |like| like.mode() & 0o7777);
     if let Some(like) = like {
         let new = file.metadata()?;
         // Only a privileged server may give it to another user. The file of another server stays
@@ -305,8 +308,9 @@ fn write_durably(path: &Path, bytes: &[u8], like: Option<&Metadata>) -> io::Resu
         {
             return Err(e);
         }
-        file.set_permissions(Permissions::from_mode(like.mode() & 0o7777))?;
     }
+    // A file that a crash has left may have another mode.
+    file.set_permissions(Permissions::from_mode(mode))?;
     file.write_all(bytes)?;
     file.sync_all()
 }
@@ -336,6 +340,7 @@ mod tests {
         store.keep("a", keys.clone()).unwrap();
         let file = folder.join(FOLDER).join("90-ctl-a.toml");
         let mode = || std::fs::metadata(&file).unwrap().mode() & 0o7777;
+        assert_eq!(mode(), 0o600);
         std::fs::set_permissions(&file, Permissions::from_mode(0o640)).unwrap();
         store.keep("a", keys.clone()).unwrap();
         assert_eq!(mode(), 0o640);

@@ -15,7 +15,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
 use crate::file::lock::{LockError, take_lock};
-use crate::file::{self, FileId, HostFile, path_of, record};
+use crate::file::{self, FileId, HostFile, access, path_of, record};
 use crate::opened::{OpenError, OpenOptions, Opened};
 use crate::range_lock::RangeLock;
 use crate::sim::{Journal, Recorded};
@@ -204,6 +204,12 @@ impl ImageFile {
         self.fd().ok_or_else(|| {
             io::Error::new(io::ErrorKind::Unsupported, "it is not a file of this host")
         })
+    }
+
+    /// Gives a new file the mode of this one, and if possible its owner and group. Does nothing if
+    /// this is not a regular file of this host.
+    pub fn share_access(&self, new: impl AsFd) -> io::Result<()> {
+        self.fd().map_or(Ok(()), |fd| access::copy(fd.as_fd(), new))
     }
 
     /// Durably records that the overlay is on this image; see `record`.

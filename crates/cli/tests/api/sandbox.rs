@@ -1,5 +1,7 @@
 //! What the sandbox refuses: files and sockets outside of the folders that the server was given.
 
+use std::fs::Permissions;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -166,6 +168,36 @@ fn no_disk_uses_the_files_of_the_configuration() {
         assert!(!overlay.exists());
     }
     assert_eq!((server.names(), texts()), (vec!["a".to_string(), "x".to_string()], before));
+}
+
+#[test]
+fn an_overlay_is_as_private_as_its_base() {
+    let server = Server::start();
+    let base = server.folder.join("base.img");
+    for (at, mode) in [0o600, 0o660, 0o640].into_iter().enumerate() {
+        std::fs::write(&base, vec![0; 1 << 20]).unwrap();
+        let _ = std::os::unix::fs::chown(&base, None, Some(12));
+        std::fs::set_permissions(&base, Permissions::from_mode(mode)).unwrap();
+        let disk = json!({
+            "name": "a", "image": base, "format": "raw",
+            "vhost-user": server.folder.join("s"),
+        });
+        server.good("POST", "/v1/disks", disk);
+        let overlay = server.folder.join(format!("{at}.qcow2"));
+        let job = server.good("POST", "/v1/disks/a/snapshot", json!({ "overlay": overlay }));
+        until("the snapshot ends", SOON, || {
+            let job = server.good("GET", &format!("/v1/jobs/{}", job["number"]), Value::Null);
+            job["state"] == "done"
+        });
+        let attributes = |path: &PathBuf| {
+            let meta = std::fs::metadata(path).unwrap();
+            (meta.mode() & 0o7777, meta.uid(), meta.gid())
+        };
+        assert_eq!(attributes(&overlay), attributes(&base));
+        server.good("DELETE", "/v1/disks/a", Value::Null);
+        // It has a record of its overlay.
+        std::fs::remove_file(&base).unwrap();
+    }
 }
 
 #[test]

@@ -10,10 +10,12 @@
 
 use std::fs::File;
 use std::io;
+use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_ring::{Handle, sandbox};
+use blockyard_storage::file::access::PRIVATE;
 use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::cache_shares;
@@ -158,7 +160,7 @@ impl Chain {
             ChainOptions { path: path.into(), format: Some(Format::Qcow2), ..self.options.clone() };
         let backing = self.name_for(&options).map_err(wrong)?;
         let create = self.plan(shape, backing).map_err(wrong)?;
-        let (file, unfinished) = new_file(&options)?;
+        let (file, unfinished) = new_file(&options, &self.top().file)?;
         let raw = || {
             Raw::open(&file, handle)
                 .map_err(|e| wrong(ImageError::io(OVERLAY, None, "opening it for io_uring", e)))
@@ -274,16 +276,20 @@ impl ChainLayer {
     }
 }
 
-/// Creates an empty locked file; fails if a file exists.
-fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), ChainError> {
+/// Creates an empty locked file; fails if a file exists. It has mode, owner and group of `base`,
+/// because it continues the data of that file.
+fn new_file(
+    options: &ChainOptions,
+    base: &ImageFile,
+) -> Result<(Arc<ImageFile>, Unfinished), ChainError> {
     let path = &options.path;
     let wrong = |error| ChainError::Image { path: path.clone(), error };
     if sandbox::is_reserved(path) {
         let what = "it belongs to the server's configuration, which no disk may use";
         return Err(wrong(ImageError::refused(OVERLAY, what)));
     }
-    let made = File::options().write(true).create_new(true).open(path);
-    made.map_err(|e| {
+    let made = File::options().write(true).create_new(true).mode(PRIVATE).open(path);
+    let made = made.map_err(|e| {
         let is_refused = e.kind() == io::ErrorKind::PermissionDenied;
         let advice = is_refused.then(|| sandbox::advice(path)).flatten();
         wrong(match (e.kind(), advice) {
@@ -295,6 +301,10 @@ fn new_file(options: &ChainOptions) -> Result<(Arc<ImageFile>, Unfinished), Chai
         })
     })?;
     let unfinished = Unfinished(Some(path.clone()));
+    if let Err(e) = base.share_access(&made) {
+        let (path, base) = (path.display(), base.path().display());
+        tracing::warn!("overlay {path}: it has not the permissions of {base}: {e}");
+    }
     let open = OpenOptions {
         journal: options.journal.clone(),
         ..OpenOptions::new(path, false, options.cache)
