@@ -6,6 +6,7 @@ use blockyard_control::types::KeyChange;
 use clap::Args;
 use toml::{Table, Value};
 
+use crate::config::Config;
 use crate::options::disk::DiskArgs;
 
 /// The configuration file as the server applied it last.
@@ -13,11 +14,14 @@ pub struct Known {
     pub file: Table,
     /// The configuration file as the server read it at its start.
     pub at_start: Table,
+    /// The configuration is a folder without a main file.
+    pub lacks_main: bool,
 }
 
 impl Known {
-    pub fn new(file: Table) -> Self {
-        Known { at_start: file.clone(), file }
+    pub fn new(config: &Config) -> Self {
+        let Config { file, lacks_main, .. } = config;
+        Known { at_start: file.clone(), file: file.clone(), lacks_main: *lacks_main }
     }
 }
 

@@ -73,6 +73,9 @@ pub struct Config {
     /// The parsed file, for messages about its changes.
     #[serde(skip)]
     pub file: toml::Table,
+    /// The configuration is a folder without a main file.
+    #[serde(skip)]
+    pub lacks_main: bool,
     /// Where the files have the disks, in their order. Empty if no file configures them.
     #[serde(skip)]
     pub places: Vec<Place>,

@@ -21,7 +21,7 @@ use toml::Table;
 use crate::book::{Entry, HeldDisk};
 use crate::changes::{change, changes, describe, inner};
 use crate::claims::{Claims, ImageId};
-use crate::config::Config;
+use crate::config::{Config, files};
 use crate::disks::check;
 use crate::options::disk::DiskArgs;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
@@ -117,6 +117,7 @@ impl Server {
         let identify = |disk: &DiskArgs| images.known(disk, &before);
         let config = Config::identified(&self.options, &identify)?;
         sandbox::reserve(self.options.config.as_deref());
+        self.check_main(&config)?;
         config.api(&self.options.api).check()?;
         config.check_each(check)?;
         let settings = config.nbd_settings(&self.options.nbd)?;
@@ -152,7 +153,9 @@ impl Server {
         }
         self.add_others(&config, &plan, old, &mut failed);
         self.revoke(&config, &failed);
-        self.known().file = config.file;
+        let mut known = self.known();
+        (known.file, known.lacks_main) = (config.file, config.lacks_main);
+        drop(known);
         let done = without(plan, failed);
         if self.options.config.is_some() {
             tracing::info!(
@@ -164,6 +167,19 @@ impl Server {
             );
         }
         Ok(done)
+    }
+
+    /// Returns an error if the main file of a folder has gone since the server read it: that is a
+    /// mistake more often than an order to close its disks.
+    fn check_main(&self, config: &Config) -> anyhow::Result<()> {
+        let is_gone = config.lacks_main && !self.known().lacks_main;
+        let main = self.options.config.as_deref().map(files::main).unwrap_or_default();
+        anyhow::ensure!(
+            !is_gone,
+            "configuration {}: the file is missing: restore it, or write an empty one",
+            main.display()
+        );
+        Ok(())
     }
 
     fn known(&self) -> MutexGuard<'_, crate::changes::Known> {

@@ -119,7 +119,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         since: SystemTime::now(),
         started: Instant::now(),
         book: Book::default(),
-        known: Mutex::new(Known::new(config.file.clone())),
+        known: Mutex::new(Known::new(&config)),
         reloading: Mutex::new(()),
         hand_overs: HandOvers::new(caught.signals.handle()),
         itself: itself.clone(),

@@ -73,14 +73,17 @@ pub struct Instead<'a> {
 pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, ConfigError> {
     let is_folder = config.is_dir();
     let main = main(config);
-    // A folder may have parts only.
-    let mut all = if is_folder && !main.exists() {
-        Config::default()
-    } else {
-        let text = read_text(&main).map_err(ConfigError::File)?;
-        let (parsed, file, lines): (Config, _, _) = parse(&main, &text, "")?;
-        let places = places(&main, &lines, parsed.disks.len());
-        Config { file, places, ..parsed }
+    let mut all = match read_text(&main) {
+        // A folder may have parts only.
+        Err(e) if is_folder && e.is_missing() && !is_link(&main) => {
+            Config { lacks_main: true, ..Config::default() }
+        }
+        text => {
+            let text = text.map_err(ConfigError::File)?;
+            let (parsed, file, lines): (Config, _, _) = parse(&main, &text, "")?;
+            let places = places(&main, &lines, parsed.disks.len());
+            Config { file, places, ..parsed }
+        }
     };
     for (path, given) in parts(&root(config).join(FOLDER), instead)? {
         let text = match given {
@@ -107,7 +110,9 @@ fn parts<'a>(
     let failed = |source| ConfigError::Folder { path: folder.to_path_buf(), source };
     let entries = match std::fs::read_dir(folder) {
         Ok(entries) => entries,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound && !is_link(folder) => {
+            return Ok(Vec::new());
+        }
         Err(e) => return Err(failed(e)),
     };
     let mut paths = Vec::new();
@@ -122,6 +127,11 @@ fn parts<'a>(
     paths.extend(given);
     paths.sort();
     Ok(paths)
+}
+
+/// Returns whether a file that is missing is a link, which leads to nothing now.
+fn is_link(path: &Path) -> bool {
+    path.is_symlink()
 }
 
 /// Returns whether a file of the folder belongs to the configuration.

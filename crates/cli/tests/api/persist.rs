@@ -235,3 +235,35 @@ fn a_server_without_the_folder_says_what_to_do() {
     assert!(answer["detail"].as_str().unwrap().contains("start it with --config"), "{answer}");
     assert_eq!(server.names(), [""; 0]);
 }
+
+#[test]
+fn a_reload_without_the_main_file_fails_and_keeps_its_disks() {
+    let folder = Folder::new();
+    let main = folder.join("blockyard.toml");
+    let text = MAIN.replace("FOLDER", folder.to_str().unwrap());
+    std::fs::write(&main, &text).unwrap();
+    let mut command = Command::new(BLOCKYARD);
+    command.arg("serve").arg("--config").arg(folder.join(".")).arg("--api");
+    command.arg(folder.join("api"));
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    let server = Server { daemon, folder };
+    let refused = || {
+        let answer = server.bad("POST", "/v1/reload", "", 422);
+        let detail = answer["detail"].as_str().unwrap();
+        assert!(detail.contains("blockyard.toml: "), "{answer}");
+        assert_eq!(server.names(), ["a"]);
+    };
+    std::fs::remove_file(&main).unwrap();
+    refused();
+    std::os::unix::fs::symlink("missing", &main).unwrap();
+    refused();
+    std::fs::remove_file(&main).unwrap();
+    std::fs::create_dir(&main).unwrap();
+    refused();
+    std::fs::remove_dir(&main).unwrap();
+    // An operator closes the disks of the file by an empty one.
+    std::fs::write(&main, "").unwrap();
+    server.good("POST", "/v1/reload", serde_json::Value::Null);
+    assert_eq!(server.names(), [""; 0]);
+}
