@@ -45,6 +45,7 @@ mod shares;
 mod supervisor;
 mod toolstack;
 mod top;
+mod unopened;
 mod xen;
 
 use std::process::ExitCode;

@@ -153,6 +153,7 @@ impl Server {
         }
         self.add_others(&config, &plan, old, &mut failed);
         self.revoke(&config, &failed);
+        self.note_reloaded(&config, &failed);
         let mut known = self.known();
         (known.file, known.lacks_main) = (config.file, config.lacks_main);
         drop(known);

@@ -35,6 +35,7 @@ use crate::reloader::Reloader;
 use crate::sandbox::Needs;
 use crate::server::{AddError, Adding, STORAGE_TIME, Server};
 use crate::toolstack::Toolstacks;
+use crate::unopened::Unopened;
 use crate::{
     api, attach, check_config, claims, holder, journals, log, sandbox, shares, supervisor,
 };
@@ -119,6 +120,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         since: SystemTime::now(),
         started: Instant::now(),
         book: Book::default(),
+        unopened: Unopened::default(),
         known: Mutex::new(Known::new(&config)),
         reloading: Mutex::new(()),
         hand_overs: HandOvers::new(caught.signals.handle()),
@@ -366,7 +368,12 @@ impl Server {
                 match adding.and_then(&wait) {
                     Ok(()) => {}
                     Err(e) if e.is_locked() && tries_again => left.push(disk),
-                    Err(e) => failed.push(e),
+                    Err(e) => {
+                        if !e.goes_on() {
+                            self.note_unopened(&disk.0, &e.to_string());
+                        }
+                        failed.push(e);
+                    }
                 }
             }
             if !left.is_empty() {

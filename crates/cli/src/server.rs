@@ -23,6 +23,7 @@ use crate::exports::{self, Common};
 use crate::handover::HandOvers;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
+use crate::unopened::Unopened;
 use crate::{figures, sandbox};
 
 /// Reasons why a disk cannot be added.
@@ -121,7 +122,10 @@ impl<'a> Adding<'a> {
         loop {
             let left = limit.saturating_sub(begun.elapsed());
             pending = match pending.wait_at_most(left.min(LOOK)) {
-                Ok(Ok(())) => return Ok(held),
+                Ok(Ok(())) => {
+                    server.unopened.clear(&disk);
+                    return Ok(held);
+                }
                 Ok(Err(e)) => return Err(AddError::of(e, &args)),
                 Err(_) if is_stopped() => return Err(AddError::Stopped { disk }),
                 Err(late) if left > LOOK => late,
@@ -145,6 +149,8 @@ pub struct Server {
     pub started: Instant,
     /// Configuration of each disk that is served, without the disks of toolstacks.
     pub book: Book,
+    /// Disks of the configuration that could not be opened.
+    pub unopened: Unopened,
     /// The configuration file that is in effect.
     pub known: Mutex<Known>,
     /// Held during a reload: one at a time.
@@ -192,10 +198,15 @@ impl Server {
             match late.wait().map_err(|e| AddError::of(e, &held.args())) {
                 Ok(()) => {
                     held.keep();
+                    server.unopened.clear(&disk);
                     tracing::info!(disk, "it is served now");
                 }
                 Err(e) => {
+                    let Entry { args, by_api, .. } = held.entry();
                     held.remove();
+                    if !by_api {
+                        server.note_unopened(&args, &e.to_string());
+                    }
                     tracing::error!(disk, "it is not served: {:#}", anyhow::Error::from(e));
                 }
             }

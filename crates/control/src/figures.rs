@@ -34,6 +34,9 @@ pub struct Figures {
     /// In the order in which the disks were added. Disks that are being opened or closed are
     /// absent.
     pub disks: Vec<DiskFigures>,
+    /// Number of disks of the configuration that could not be opened.
+    #[serde(default)]
+    pub disks_failed: u64,
 }
 
 /// The server's process.

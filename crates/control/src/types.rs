@@ -16,6 +16,20 @@ pub struct ServerInfo {
     pub disks: usize,
     /// The configuration file that a reload reads.
     pub config: Option<String>,
+    /// Disks of the configuration that could not be opened, and are not served.
+    #[serde(default)]
+    pub failed: Vec<UnopenedDisk>,
+}
+
+/// A disk of the configuration that could not be opened.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+pub struct UnopenedDisk {
+    pub name: String,
+    pub image: String,
+    /// Why the last attempt failed.
+    pub error: String,
+    /// The first failed attempt, in seconds since 1970.
+    pub since: u64,
 }
 
 /// State of a disk.

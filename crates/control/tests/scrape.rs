@@ -27,7 +27,14 @@ fn nothing<T>() -> Answer<T> {
 
 impl Operator for Long {
     fn server(&self) -> ServerInfo {
-        ServerInfo { version: "1".into(), pid: 1, since: 1, disks: 0, config: None }
+        ServerInfo {
+            version: "1".into(),
+            pid: 1,
+            since: 1,
+            disks: 0,
+            config: None,
+            failed: Vec::new(),
+        }
     }
 
     fn events(&self) -> &Arc<EventLog> {

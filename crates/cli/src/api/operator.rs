@@ -255,6 +255,7 @@ impl Operator for Server {
             since: since.as_secs(),
             disks: self.yard.list().len(),
             config: self.options.config.as_ref().map(|path| path.display().to_string()),
+            failed: self.unopened.all(),
         }
     }
 
@@ -264,7 +265,8 @@ impl Operator for Server {
 
     fn figures(&self) -> Answer<Figures> {
         let sample = self.yard.sample().map_err(|e| Problem::new(Kind::Busy, e.to_string()))?;
-        Ok(sampled::figures(&sample, self.since, self.started))
+        let disks_failed = self.unopened.count() as u64;
+        Ok(Figures { disks_failed, ..sampled::figures(&sample, self.since, self.started) })
     }
 
     fn disks(&self) -> Vec<DiskRow> {

@@ -34,6 +34,7 @@ pub fn figures(sample: &Sample, since: SystemTime, started: Instant) -> Figures 
         devices: devices(&sample.disks),
         groups: sample.groups.iter().map(group).collect(),
         disks: sample.disks.iter().map(disk).collect(),
+        disks_failed: 0,
     }
 }
 

@@ -54,6 +54,9 @@ fn words(what: &What) -> (&'static str, &str, String) {
             let what = if *flushed { "flushed" } else { "writes may be lost: see the log" };
             ("disk-removed", disk, what.into())
         }
+        What::DiskFailed { disk, image, error } => {
+            ("disk-failed", disk, format!("image {image} is not served: {error}"))
+        }
         What::DiskChanged { disk, keys } => ("disk-changed", disk, describe(keys)),
         What::DiskResized { disk, old, new } => {
             ("disk-resized", disk, format!("{old} -> {new} bytes"))

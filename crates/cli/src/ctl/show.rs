@@ -4,7 +4,7 @@ use std::fmt::Write;
 
 use blockyard_control::types::{
     Client, Disconnected, Disk, DiskRow, Disks, Drained, HandedOver, Job, JobState, Jobs,
-    LimitSetting, Reload, Resized, Resumed, ServerInfo, Settings, State, Upgraded,
+    LimitSetting, Reload, Resized, Resumed, ServerInfo, Settings, State, UnopenedDisk, Upgraded,
 };
 use blockyard_program::output::shell;
 use serde_json::Value;
@@ -174,6 +174,14 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
         server.version, server.pid, server.disks
     );
     text += &list(disks);
+    if !server.failed.is_empty() {
+        let mut rows = vec![row(&["NOT SERVED", "SINCE", "IMAGE", "WHY"])];
+        for UnopenedDisk { name, image, error, since } in &server.failed {
+            rows.push(row(&[name, &time(*since), image, error]));
+        }
+        text.push('\n');
+        text += &table(&rows);
+    }
     for disk in disks.iter().filter(|disk| disk.paused > 0) {
         let _ = write!(
             text,
@@ -245,6 +253,11 @@ fn disk(disk: &Disk) -> String {
     text
 }
 
+/// Returns a time, given in seconds since 1970.
+fn time(seconds: u64) -> String {
+    utc(seconds * 1_000_000).replace(".000", "")
+}
+
 /// Returns the row of a client. A dash stands for what its protocol does not tell.
 fn client(client: &Client) -> Vec<String> {
     let told = |what: Option<String>| what.unwrap_or_else(|| "-".into());
@@ -252,7 +265,7 @@ fn client(client: &Client) -> Vec<String> {
         client.description.clone(),
         told(client.program.clone()),
         told(client.uid.map(|uid| uid.to_string())),
-        told(client.since.map(|since| utc(since * 1_000_000).replace(".000", ""))),
+        told(client.since.map(time)),
         told(client.features.clone()),
     ]
 }

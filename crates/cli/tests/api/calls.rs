@@ -1,12 +1,14 @@
 //! Each call: what it answers, and what the server does.
 
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
-use crate::common::{SOON, blockyard, tool, until};
+use crate::common::{Folder, SOON, blockyard, tool, until};
+use crate::metrics::scrape;
 use crate::server::Server;
 
 #[test]
@@ -385,4 +387,63 @@ fn the_description_has_every_call() {
     let info = server.good("GET", "/v1", Value::Null);
     assert_eq!(info["pid"], server.daemon.pid());
     assert_eq!(info["version"], env!("CARGO_PKG_VERSION"));
+}
+
+#[test]
+fn disks_that_could_not_be_opened_are_listed_until_a_reload_opens_them() {
+    let folder = Folder::new();
+    let missing = folder.join("missing.img");
+    let disk = |name: &str, image: &str| {
+        let folder = folder.display();
+        format!(
+            "[[disk]]\nname = \"{name}\"\nimage = \"{image}\"\nvhost-user = \"{folder}/{name}\"\n"
+        )
+    };
+    let image = missing.to_str().unwrap().to_string();
+    let both = disk("a", "ram:1M") + &disk("b", &image);
+    let alone = disk("a", "ram:1M");
+    let server = Server::configured_in(folder, &both);
+    let failed = || server.good("GET", "/v1", Value::Null)["failed"].clone();
+    let gauge = || {
+        let all = scrape(&server);
+        let family = all.iter().find(|family| family.name == "blockyard_disks_failed").unwrap();
+        family.samples[0].value
+    };
+    let list = failed();
+    assert_eq!((&list[0]["name"], &list[0]["image"]), (&json!("b"), &json!(image)), "{list}");
+    assert!(list[0]["error"].as_str().unwrap().contains("there is no such file"), "{list}");
+    assert!(list[0]["since"].as_u64().unwrap() > 1_600_000_000, "{list}");
+    assert_eq!((list.as_array().unwrap().len(), gauge()), (1, 1.0));
+    let socket = server.socket();
+    let ctl = |command: &[&str]| {
+        let arguments = ["ctl", "--api", socket.to_str().unwrap()];
+        blockyard(arguments.iter().chain(command)).good()
+    };
+    let status = ctl(&["status"]);
+    assert!(status.contains("NOT SERVED") && status.contains("there is no such file"), "{status}");
+    // The first time stays, and the same error has no second event.
+    server.good("POST", "/v1/reload", Value::Null);
+    assert_eq!(failed(), list);
+    std::fs::write(&missing, vec![0; 1 << 20]).unwrap();
+    server.good("POST", "/v1/reload", Value::Null);
+    assert_eq!((failed(), gauge(), server.names().len()), (json!([]), 0.0, 2));
+    // A disk that the configuration lacks is no failed disk.
+    server.good("DELETE", "/v1/disks/b", Value::Null);
+    std::fs::remove_file(&missing).unwrap();
+    server.good("POST", "/v1/reload", Value::Null);
+    assert_eq!(failed()[0]["name"], "b");
+    server.configure(&alone);
+    server.good("POST", "/v1/reload", Value::Null);
+    assert_eq!(failed(), json!([]));
+    let mut stream = server.connect();
+    let request = "GET /v1/events?since=0 HTTP/1.1\r\nhost: x\r\n\r\n";
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut events = String::new();
+    let mut reader = BufReader::new(stream);
+    let reloads = |text: &str| text.lines().filter(|line| *line == "event: reloaded").count();
+    while reloads(&events) < 4 {
+        assert!(reader.read_line(&mut events).unwrap() > 0, "{events}");
+    }
+    let failures = events.lines().filter(|line| *line == "event: disk-failed").count();
+    assert_eq!(failures, 2, "{events}");
 }

@@ -43,8 +43,9 @@ fn moving(families: &[Family]) -> BTreeMap<String, f64> {
     sums
 }
 
-/// Gauges that other tests move: of a full host, and of a flush that fails.
-const MOVED_ELSEWHERE: [&str; 2] = ["blockyard_disk_paused", "blockyard_disk_poisoned"];
+/// Gauges that other tests move: of a full host, of a flush and of an image that fails.
+const MOVED_ELSEWHERE: [&str; 3] =
+    ["blockyard_disk_paused", "blockyard_disk_poisoned", "blockyard_disks_failed"];
 
 /// Removes the gauges that have another value than 0.
 fn moved(idle: &mut BTreeSet<String>, families: &[Family]) {

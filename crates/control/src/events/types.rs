@@ -39,6 +39,12 @@ pub enum What {
         flushed: bool,
         error: Option<String>,
     },
+    /// A disk of the configuration could not be opened.
+    DiskFailed {
+        disk: String,
+        image: String,
+        error: String,
+    },
     /// Keys of the disk have changed while it is served.
     DiskChanged {
         disk: String,

@@ -12,6 +12,11 @@ const BUILD: Family = Family {
 };
 const DISKS: Family =
     Family { name: "blockyard_disks", kind: Kind::Gauge, help: "Number of open disks." };
+const FAILED: Family = Family {
+    name: "blockyard_disks_failed",
+    kind: Kind::Gauge,
+    help: "Number of disks of the configuration that could not be opened.",
+};
 const STARTED: Family = Family {
     name: "process_start_time_seconds",
     kind: Kind::Gauge,
@@ -129,6 +134,7 @@ pub fn write(text: &mut Text, figures: &Figures) {
     text.family(&BUILD);
     text.sample(&BUILD, "", &label("version", &figures.version), 1u64.into());
     text.single(DISKS, figures.disks.len() as u64);
+    text.single(FAILED, figures.disks_failed);
     let process = &figures.process;
     text.single(STARTED, process.started);
     text.single(CPU, process.cpu);
