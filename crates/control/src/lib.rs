@@ -13,6 +13,7 @@
 //!   body       reads a JSON body within bounds
 //!   wrong_type describes values of a wrong type without Rust's names of types
 //!   server     the thread that accepts connections, and the bounds of a connection
+//!   connections  the connections of a listener, and which of them makes room for another one
 //!   access     who may connect
 //!   client     one call to a server
 //! ```
@@ -30,6 +31,7 @@
 mod access;
 mod body;
 pub mod client;
+mod connections;
 mod description;
 pub mod events;
 pub mod figures;

@@ -1,7 +1,8 @@
 //! The thread of the API: accepts connections, checks who connects, and bounds each connection.
 //!
 //! What must hold: a client that sends nothing, reads nothing or does either slowly occupies one of
-//! a bounded number of connections, for a bounded time, and bounded memory. Connections to the
+//! a bounded number of connections, for a bounded time, and bounded memory. Such clients shut no
+//! other one out: see [`connections`](crate::connections). Connections to the
 //! metrics' address do not count as connections to the API.
 
 use std::future::poll_fn;
@@ -13,22 +14,20 @@ use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use axum::Router;
+use axum::{Router, middleware};
 use blockyard_ring::sandbox::{self, Kind};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, oneshot, watch};
+use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
 use tokio_io_timeout::TimeoutStream;
 
 use crate::access::Access;
+use crate::connections::{Connection, Connections, follow};
 use crate::events::EventLog;
 use crate::operator::Operator;
 use crate::scrape::{Cutoff, Scrapes};
 use crate::{page, routes};
-
-/// Maximum number of connections of a listener. Further ones wait in the socket's queue.
-const MAX_CONNECTIONS: usize = 64;
 
 /// How long a client may take to send the header of its first or next request.
 const HEADER_TIME: Duration = Duration::from_secs(10);
@@ -59,8 +58,7 @@ pub struct Api {
     stop: Option<oneshot::Sender<()>>,
     acceptance: Acceptance,
     events: Arc<EventLog>,
-    /// Permits of the API's connections; see [`MAX_CONNECTIONS`].
-    connections: Arc<Semaphore>,
+    connections: Connections,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -95,7 +93,7 @@ impl Api {
         let events = operator.events().clone();
         let scrapes = Scrapes::new(operator.clone());
         let acceptance = Acceptance(watch::Sender::new(true));
-        let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        let connections = Connections::new();
         let (api, metrics) = {
             let _context = runtime.enter();
             let api = listeners.api.map(|(listener, access)| {
@@ -109,7 +107,7 @@ impl Api {
             let metrics = listeners.metrics.map(|listener| {
                 listener.set_nonblocking(true)?;
                 let listener = tokio::net::TcpListener::from_std(listener)?;
-                let connections = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+                let connections = Connections::new();
                 let door = Door { connections, accepts: acceptance.0.subscribe() };
                 let router = page::router(scrapes.of_other_listener());
                 io::Result::Ok(accept_metrics(listener, router, door))
@@ -138,7 +136,7 @@ impl Api {
     pub fn retire(&self, limit: Duration) {
         self.acceptance.pause();
         self.events.close();
-        wait_until(limit, || self.connections.available_permits() == MAX_CONNECTIONS);
+        wait_until(limit, || self.connections.are_none());
     }
 }
 
@@ -162,7 +160,7 @@ impl Drop for Api {
 
 /// What bounds the connections of a listener.
 struct Door {
-    connections: Arc<Semaphore>,
+    connections: Connections,
     /// See [`Acceptance`].
     accepts: watch::Receiver<bool>,
 }
@@ -172,7 +170,7 @@ impl Door {
     async fn opened(&mut self) -> Option<OwnedSemaphorePermit> {
         self.accepts.wait_for(|accepts| *accepts).await.ok()?;
         self.accepts.has_changed().ok()?;
-        self.connections.clone().acquire_owned().await.ok()
+        self.connections.place().await
     }
 
     /// Waits for a connection. None: no more may be accepted.
@@ -199,7 +197,7 @@ async fn accept_api(
     router: Router,
     mut door: Door,
 ) {
-    while let Some(permit) = door.opened().await {
+    while let Some(place) = door.opened().await {
         let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
             continue;
         };
@@ -207,7 +205,8 @@ async fn accept_api(
             Ok((stream, _)) => match access.check(&stream) {
                 Ok(peer) => {
                     let router = router.clone().layer(axum::Extension(peer));
-                    tokio::spawn(serve(stream, peer.to_string(), router, permit));
+                    let connection = door.connections.add(place);
+                    tokio::spawn(serve(stream, peer.to_string(), router, connection));
                 }
                 Err(e) => tracing::warn!("api: refused {e}"),
             },
@@ -217,13 +216,14 @@ async fn accept_api(
 }
 
 async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut door: Door) {
-    while let Some(permit) = door.opened().await {
+    while let Some(place) = door.opened().await {
         let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
             continue;
         };
         match accepted {
             Ok((stream, peer)) => {
-                tokio::spawn(serve(stream, peer.to_string(), router.clone(), permit));
+                let connection = door.connections.add(place);
+                tokio::spawn(serve(stream, peer.to_string(), router.clone(), connection));
             }
             Err(e) => cannot_accept("metrics", &e).await,
         }
@@ -239,21 +239,24 @@ async fn serve(
     stream: impl AsyncRead + AsyncWrite + Send + 'static,
     peer: String,
     router: Router,
-    _permit: OwnedSemaphorePermit,
+    connection: Connection,
 ) {
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(WRITE_TIME));
     let cutoff = Cutoff::default();
-    let service = TowerToHyperService::new(router.layer(axum::Extension(cutoff.clone())));
-    let connection = hyper::server::conn::http1::Builder::new()
+    let router = router.layer(axum::Extension(cutoff.clone()));
+    let router = router.layer(middleware::from_fn_with_state(connection.activity(), follow));
+    let service = TowerToHyperService::new(router);
+    let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEADER_TIME)
         .max_buf_size(MAX_BUFFER)
         .serve_connection(TokioIo::new(Box::pin(stream)), service);
     tokio::select! {
-        ended = connection => if let Err(e) = ended {
+        ended = served => if let Err(e) = ended {
             tracing::debug!("api: connection of {peer}: {e}");
         },
         () = cutoff.reached() => tracing::debug!("api: {peer} reads metrics too slowly"),
+        () = connection.closed() => tracing::debug!("api: {peer} makes room for another client"),
     }
 }

@@ -6,6 +6,7 @@ use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::sync::{Arc, LazyLock};
+use std::time::{Duration, Instant};
 
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
@@ -175,6 +176,44 @@ fn clients_that_read_no_metrics_are_cut_off_and_delay_no_call() {
     };
     assert!(stalled.into_iter().any(incomplete), "the server kept all texts");
     drop(trusted);
+}
+
+/// Sends the begin of a request. The server may have closed the connection for another one.
+fn begin(mut stream: impl Write) {
+    let _ = stream.write_all(b"GET /v1 HTTP/1.1\r\nhost: ");
+}
+
+#[test]
+fn connections_without_complete_requests_shut_no_client_out() {
+    let (_api, socket, address) = start("crowded");
+    let (unix, tcp) =
+        (|| UnixStream::connect_addr(&socket).unwrap(), || TcpStream::connect(address).unwrap());
+    let answered = |mut stream: UnixStream| {
+        stream.write_all(b"GET /v1 HTTP/1.1\r\nhost: localhost\r\n\r\n").unwrap();
+        let mut head = [0; 12];
+        stream.read_exact(&mut head).unwrap();
+        assert_eq!(&head, b"HTTP/1.1 200");
+        stream
+    };
+    // Connections with an answer, with the begin of a request, with the begin of a body.
+    let answered: Vec<_> = (0..30).map(|_| answered(unix())).collect();
+    let begun: Vec<_> = (0..30).map(|_| unix()).collect();
+    begun.iter().for_each(begin);
+    let bodies: Vec<_> = (0..30).map(|_| unix()).collect();
+    for mut body in &bodies {
+        let text = b"POST /v1/disks HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{";
+        let _ = body.write_all(text);
+    }
+    let others: Vec<_> = (0..90).map(|_| tcp()).collect();
+    others.iter().for_each(begin);
+    let begun_at = Instant::now();
+    for _ in 0..90 {
+        assert!(read(ask(unix(), "/v1")).starts_with("HTTP/1.1 200"));
+        assert!(read(ask(tcp(), "/")).starts_with("HTTP/1.1 200"));
+    }
+    // A connection of these ends by itself after 10 s.
+    assert!(begun_at.elapsed() < Duration::from_secs(10), "the server has waited for others");
+    drop((answered, begun, bodies, others));
 }
 
 #[test]

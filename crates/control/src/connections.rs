@@ -1,0 +1,213 @@
+//! The connections of a listener: a bounded number, and which of them makes room for another one.
+//!
+//! In: connections, and when each begins and ends a request. Out: permits for new connections. What
+//! must hold: a client that keeps connections without complete requests shuts no other client out.
+//! If all places are taken, the connection that has waited longest for a complete request is
+//! closed. A connection with a request that runs is never closed for another one.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::Instant;
+
+use axum::body::Body;
+use axum::extract::{Request, State};
+use axum::middleware::Next;
+use axum::response::Response;
+use hyper::body::{Body as _, Bytes, Frame, SizeHint};
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+
+/// Maximum number of connections of a listener. Further ones wait in the socket's queue.
+pub(crate) const MAX_CONNECTIONS: usize = 64;
+
+/// The connections of a listener. Clones are of the same listener.
+#[derive(Clone)]
+pub(crate) struct Connections {
+    places: Arc<Semaphore>,
+    open: Arc<Mutex<Vec<Arc<Activity>>>>,
+    /// A connection waits for a request again.
+    waits: Arc<Notify>,
+}
+
+/// What a connection does.
+struct Activity {
+    /// Since when it waits for a complete request. None: a request runs, or its answer is sent.
+    since: Mutex<Option<Instant>>,
+    closed: Notify,
+    waits: Arc<Notify>,
+}
+
+/// An open connection. Dropping it frees its place.
+pub(crate) struct Connection {
+    activity: Arc<Activity>,
+    connections: Connections,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Connections {
+    pub fn new() -> Self {
+        let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+        Connections { places, open: Arc::default(), waits: Arc::default() }
+    }
+
+    fn open(&self) -> MutexGuard<'_, Vec<Arc<Activity>>> {
+        self.open.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub fn are_none(&self) -> bool {
+        self.places.available_permits() == MAX_CONNECTIONS
+    }
+
+    /// Waits for a place, and closes a connection if there is none.
+    pub async fn place(&self) -> Option<OwnedSemaphorePermit> {
+        let free = self.places.clone().acquire_owned();
+        tokio::select! {
+            biased;
+            place = free => place.ok(),
+            place = self.make_place() => place,
+        }
+    }
+
+    async fn make_place(&self) -> Option<OwnedSemaphorePermit> {
+        loop {
+            let waits = self.waits.notified();
+            if let Some(longest) = self.take_longest() {
+                longest.closed.notify_one();
+                break;
+            }
+            waits.await;
+        }
+        // The connection that was closed gives its place up.
+        self.places.clone().acquire_owned().await.ok()
+    }
+
+    /// Takes the connection that has waited longest for a complete request out of the list.
+    fn take_longest(&self) -> Option<Arc<Activity>> {
+        let mut open = self.open();
+        let waiting = open.iter().enumerate();
+        let waiting = waiting.filter_map(|(at, activity)| Some((activity.since()?, at)));
+        let (_, at) = waiting.min()?;
+        Some(open.swap_remove(at))
+    }
+
+    /// Notes a connection that was accepted.
+    pub fn add(&self, place: OwnedSemaphorePermit) -> Connection {
+        let since = Mutex::new(Some(Instant::now()));
+        let activity = Activity { since, closed: Notify::new(), waits: self.waits.clone() };
+        let activity = Arc::new(activity);
+        self.open().push(activity.clone());
+        self.waits.notify_one();
+        Connection { activity, connections: self.clone(), _place: place }
+    }
+}
+
+impl Activity {
+    fn since(&self) -> Option<Instant> {
+        *self.since.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn set(&self, since: Option<Instant>) {
+        *self.since.lock().unwrap_or_else(PoisonError::into_inner) = since;
+        if since.is_some() {
+            self.waits.notify_one();
+        }
+    }
+}
+
+impl Connection {
+    /// Waits until the connection must make room for another one.
+    pub async fn closed(&self) {
+        self.activity.closed.notified().await;
+    }
+
+    /// Returns what [`follow`] needs.
+    pub fn activity(&self) -> Followed {
+        Followed(self.activity.clone())
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        self.connections.open().retain(|other| !Arc::ptr_eq(other, &self.activity));
+    }
+}
+
+/// The activity of a connection, for [`follow`].
+#[derive(Clone)]
+pub(crate) struct Followed(Arc<Activity>);
+
+/// Notes when a request is complete, and when its answer was sent.
+pub(crate) async fn follow(
+    State(Followed(activity)): State<Followed>,
+    request: Request,
+    next: Next,
+) -> Response {
+    let received = |body: Body| {
+        if body.is_end_stream() {
+            activity.set(None);
+            return body;
+        }
+        Body::new(Received { body, activity: activity.clone() })
+    };
+    let response = next.run(request.map(received)).await;
+    activity.set(None);
+    response.map(|body| Body::new(Sent { body, activity }))
+}
+
+/// The body of a request. At its end the request is complete.
+struct Received {
+    body: Body,
+    activity: Arc<Activity>,
+}
+
+/// The body of an answer. The connection drops it when it has sent the last part.
+struct Sent {
+    body: Body,
+    activity: Arc<Activity>,
+}
+
+type Part = Option<Result<Frame<Bytes>, axum::Error>>;
+
+impl hyper::body::Body for Received {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Part> {
+        let part = Pin::new(&mut self.body).poll_frame(context);
+        if matches!(part, Poll::Ready(None)) || self.body.is_end_stream() {
+            self.activity.set(None);
+        }
+        part
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl hyper::body::Body for Sent {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Part> {
+        Pin::new(&mut self.body).poll_frame(context)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl Drop for Sent {
+    fn drop(&mut self) {
+        self.activity.set(Some(Instant::now()));
+    }
+}
