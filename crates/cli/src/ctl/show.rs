@@ -132,6 +132,16 @@ fn size(bytes: u64) -> String {
     format!("{} {name}", text.trim_end_matches(".0"))
 }
 
+/// Returns a number of things: `1 disk`, `2 disks`.
+fn number(count: u64, what: &str) -> String {
+    format!("{count} {what}{}", if count == 1 { "" } else { "s" })
+}
+
+/// Returns the command that lets the requests of a disk go on.
+fn resume(disk: &str) -> String {
+    format!("`blockyard ctl resume {}`", shell(disk))
+}
+
 fn state_of(disk: &DiskRow) -> &'static str {
     match disk.state {
         State::Opening => "opening",
@@ -170,8 +180,10 @@ fn list(disks: &[DiskRow]) -> String {
 fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
     let config = server.config.as_deref().unwrap_or("none");
     let mut text = format!(
-        "blockyard {}, process {}, {} disks, configuration file: {config}\n\n",
-        server.version, server.pid, server.disks
+        "blockyard {}, process {}, {}, configuration file: {config}\n\n",
+        server.version,
+        server.pid,
+        number(server.disks as u64, "disk")
     );
     text += &list(disks);
     if !server.failed.is_empty() {
@@ -185,14 +197,16 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
     for disk in disks.iter().filter(|disk| disk.paused > 0) {
         let _ = write!(
             text,
-            "\n{}: {} requests wait for space on the host: free some, then `blockyard ctl resume`\n",
+            "\n{}: {} without space on the host: free some, then {}\n",
             clean(&disk.name),
-            disk.paused
+            number(disk.paused, "request"),
+            resume(&disk.name)
         );
     }
     for disk in disks.iter().filter(|disk| disk.drained) {
         let name = clean(&disk.name);
-        let _ = write!(text, "\n{name}: a drain holds its requests back: `blockyard ctl resume`\n");
+        let command = resume(&disk.name);
+        let _ = write!(text, "\n{name}: a drain holds its requests back until {command}\n");
     }
     let running: Vec<_> =
         all.iter().filter(|job| job.state == JobState::Running).cloned().collect();
@@ -212,7 +226,7 @@ fn disk(disk: &Disk) -> String {
         row(&["exports", &disk.row.exports.join(", ")]),
     ];
     if disk.row.paused > 0 {
-        let what = format!("{}; free some, then `blockyard ctl resume`", disk.row.paused);
+        let what = format!("{}; free some, then {}", disk.row.paused, resume(&disk.row.name));
         rows.push(row(&["requests that wait for space", &what]));
     }
     if let Some(device) = &disk.device {
@@ -370,9 +384,8 @@ mod tests {
         assert_eq!(text, "日本  B\nlong  x\n");
     }
 
-    #[test]
-    fn only_plain_names_are_completed() {
-        let disk = |name: &str| DiskRow {
+    fn row_of(name: &str) -> DiskRow {
+        DiskRow {
             name: name.into(),
             state: State::Serving,
             image: None,
@@ -382,8 +395,41 @@ mod tests {
             exports: Vec::new(),
             paused: 0,
             drained: false,
+        }
+    }
+
+    #[test]
+    fn a_status_has_numbers_of_things_and_commands_with_the_name_of_the_disk() {
+        let server: ServerInfo = serde_json::from_value(serde_json::json!({
+            "version": "1", "pid": 2, "since": 3, "disks": 1, "config": null,
+        }))
+        .unwrap();
+        assert_eq!(server.failed, []);
+        let paused = DiskRow { paused: 1, ..row_of("a b") };
+        let text = status(&server, std::slice::from_ref(&paused), &[]);
+        assert!(text.contains("process 2, 1 disk, configuration"), "{text}");
+        let lines = [
+            "a b: 1 request without space on the host: free some, then `blockyard ctl resume 'a b'`",
+            "c: a drain holds its requests back until `blockyard ctl resume c`",
+        ];
+        let drained = DiskRow { drained: true, ..row_of("c") };
+        let two = status(&ServerInfo { disks: 2, ..server.clone() }, &[paused, drained], &[]);
+        let failed = UnopenedDisk {
+            name: "d".into(),
+            image: "/i".into(),
+            error: "gone".into(),
+            since: 86_400,
         };
-        let all = ["web", "$(reboot)", "a b", "`x`", "-x", "x;y", "a/b.c", "*"].map(disk);
+        let text = status(&ServerInfo { failed: vec![failed], ..server.clone() }, &[], &[]);
+        assert!(text.contains("\nNOT SERVED  SINCE"), "{text}");
+        assert!(text.contains("1970-01-02") && text.contains("  /i     gone\n"), "{text}");
+        assert!(two.contains("process 2, 2 disks, configuration"), "{two}");
+        assert!(lines.iter().all(|line| two.lines().any(|other| other == *line)), "{two}");
+    }
+
+    #[test]
+    fn only_plain_names_are_completed() {
+        let all = ["web", "$(reboot)", "a b", "`x`", "-x", "x;y", "a/b.c", "*"].map(row_of);
         assert_eq!(names(&all), "web\na/b.c\n");
     }
 }
