@@ -1,7 +1,8 @@
 //! The configuration of each disk that the server has, without the disks of toolstacks.
 //!
 //! In: disks that start, change and end. Out: what each disk was configured as. What must hold: at
-//! most one command works on a disk at a time. The lock is never held during a command, so that a
+//! most one command works on a disk at a time. A disk that is closed to be opened again stays in
+//! the book, so that a reload does not add it. The lock is never held during a command, so that a
 //! slow image delays no other disk.
 
 use std::collections::HashMap;
@@ -32,6 +33,8 @@ pub struct Entry {
     pub image: Option<ImageId>,
     /// Number of jobs that have held the disk, and may have changed its image and its file.
     pub jobs: u64,
+    /// Number of calls that have changed the disk and its file.
+    pub kept: u64,
     /// Number of the disk in the order of arrival.
     arrival: u64,
     is_held: bool,
@@ -76,8 +79,8 @@ impl Book {
         let mut entries = self.entries();
         entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
-        let (arrival, is_held, jobs) = (entries.arrivals, true, 0);
-        let entry = Entry { args, keys, by_api, image, jobs, arrival, is_held };
+        let (arrival, is_held, jobs, kept) = (entries.arrivals, true, 0, 0);
+        let entry = Entry { args, keys, by_api, image, jobs, kept, arrival, is_held };
         entries.all.insert(name.clone(), entry);
         Ok(HeldDisk { book: self, name, is_leaving: true })
     }
@@ -131,6 +134,18 @@ impl HeldDisk<'_> {
     /// Changes keys that cannot conflict with those of other disks.
     pub fn set(&self, args: DiskArgs, keys: Table) {
         self.with(|entry| (entry.args, entry.keys) = (args, keys));
+    }
+
+    /// Records that a call has changed the disk and its file. A reload may have read the file
+    /// before that.
+    pub fn note_kept(&self) {
+        self.with(|entry| entry.kept += 1);
+    }
+
+    /// Returns the disk so that dropping it removes it, unless it was kept. No image is open.
+    pub fn leaving(mut self) -> Self {
+        self.is_leaving = true;
+        self
     }
 
     /// Changes keys with the image among them. No other disk has the image, because it is locked.

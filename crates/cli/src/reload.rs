@@ -18,7 +18,7 @@ use blockyard_control::types::{DiskChange, FailedDisk, GroupChange, Ignored, Rel
 use blockyard_yard::{Resized, YardError};
 use toml::Table;
 
-use crate::book::{Entry, HeldDisk};
+use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::{change, changes, describe, inner};
 use crate::claims::{Claims, ImageId};
 use crate::config::{Config, files};
@@ -26,7 +26,7 @@ use crate::disks::check;
 use crate::options::disk::DiskArgs;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
 use crate::{reopening, sandbox};
-use compare::{compare, had_job, is_same, of_file, stale};
+use compare::{compare, is_same, may_be_stale, of_file, stale, was_kept};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [
@@ -152,7 +152,7 @@ impl Server {
             }
         }
         self.add_others(&config, &plan, old, &mut failed);
-        self.revoke(&config, &failed);
+        self.revoke(&config, &before, &failed);
         self.note_reloaded(&config, &failed);
         let mut known = self.known();
         (known.file, known.lacks_main) = (config.file, config.lacks_main);
@@ -224,11 +224,16 @@ impl Server {
 
     /// Applies the new `tls-allow` of disks that stay as they are: it may revoke the access of a
     /// client.
-    fn revoke(&self, config: &Config, failed: &[FailedDisk]) {
+    fn revoke(&self, config: &Config, before: &[Entry], failed: &[FailedDisk]) {
         for FailedDisk { disk, .. } in failed {
             let new = config.disks.iter().find(|args| args.name() == *disk);
             let (Some(new), Ok(held)) = (new, self.book.hold(disk)) else { continue };
-            let Entry { args, keys, .. } = held.entry();
+            let entry = held.entry();
+            // The file that was read may have an older value.
+            if was_kept(&entry, before) {
+                continue;
+            }
+            let Entry { args, keys, .. } = entry;
             let args = DiskArgs { tls_allow: new.tls_allow.clone(), ..args };
             if let Err(e) = self.change(&held, args, keys) {
                 tracing::error!(disk, "its tls-allow stays: {:#}", anyhow::Error::from(e));
@@ -328,8 +333,12 @@ impl Server {
 
     /// Removes a disk that is gone from the configuration.
     fn remove_gone(&self, disk: &str, before: &[Entry], limit: Duration) -> anyhow::Result<()> {
-        let held = self.book.hold(disk)?;
-        anyhow::ensure!(!had_job(&held.entry(), before), "{}", stale(disk));
+        let held = match self.book.hold(disk) {
+            // A call has removed it meanwhile.
+            Err(HoldError::NotFound(_)) => return Ok(()),
+            held => held?,
+        };
+        anyhow::ensure!(!may_be_stale(&held.entry(), before), "{}", stale(disk));
         tracing::info!(disk, "removed from the configuration: closing it");
         anyhow::ensure!(
             self.remove(held, limit)?,
@@ -436,15 +445,9 @@ impl Server {
 
     /// Serves a disk with its old configuration, because the new one failed. After a reload the
     /// next one tries the new one again.
-    pub fn restore(&self, args: DiskArgs, keys: Table, by_api: bool) {
+    fn restore(&self, args: DiskArgs, keys: Table, by_api: bool) {
         let name = args.name();
-        match self.add(args, keys, by_api).map_err(anyhow::Error::from) {
-            Ok(()) => tracing::warn!(disk = name, "the disk is served with its old configuration"),
-            Err(e) => tracing::error!(
-                disk = name,
-                "the disk cannot be served with its old configuration either: {e:#}"
-            ),
-        }
+        reopening::log_restored(&name, self.add(args, keys, by_api));
     }
 }
 

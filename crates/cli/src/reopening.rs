@@ -14,6 +14,7 @@ use crate::disks::try_open;
 use crate::exports::{self, Listens};
 use crate::inherited;
 use crate::options::disk::DiskArgs;
+use crate::server::AddError;
 
 /// Why a disk with a job stays open.
 pub const JOB: &str = "a job works on it: wait for its end, or cancel it";
@@ -28,6 +29,18 @@ fn is_top(served: &DiskInfo, image: &Path) -> bool {
     let Some(top) = &served.top else { return false };
     let id = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
     top == image || id(image).is_some_and(|image| Some(image) == id(top))
+}
+
+/// Logs whether a disk that was closed is served with its old configuration, because it does not
+/// open with the new one.
+pub fn log_restored(disk: &str, restored: Result<(), AddError>) {
+    match restored.map_err(anyhow::Error::from) {
+        Ok(()) => tracing::warn!(disk, "the disk is served with its old configuration"),
+        Err(e) => tracing::error!(
+            disk,
+            "the disk cannot be served with its old configuration either: {e:#}"
+        ),
+    }
 }
 
 /// Returns why the disk must stay open. `again`: the options with which it would be opened.

@@ -98,6 +98,13 @@ pub struct Adding<'a> {
     begun: Instant,
 }
 
+/// A disk that is not open.
+pub struct NotOpened<'a> {
+    pub error: Box<AddError>,
+    /// None: it still opens.
+    pub held: Option<HeldDisk<'a>>,
+}
+
 impl<'a> Adding<'a> {
     /// Waits until the disk is served, but not longer than [`STORAGE_TIME`] from the begin. Then it
     /// returns an error, and the disk is served when it is open.
@@ -117,8 +124,18 @@ impl<'a> Adding<'a> {
         limit: Duration,
         is_stopped: impl Fn() -> bool,
     ) -> Result<HeldDisk<'a>, AddError> {
+        self.wait_or_return(limit, is_stopped).map_err(|not| *not.error)
+    }
+
+    /// Like `wait_within`. An error returns the disk.
+    pub fn wait_or_return(
+        self,
+        limit: Duration,
+        is_stopped: impl Fn() -> bool,
+    ) -> Result<HeldDisk<'a>, NotOpened<'a>> {
         let Adding { server, held, mut pending, args, begun } = self;
         let disk = args.name();
+        let not = |error, held| Err(NotOpened { error: Box::new(error), held });
         loop {
             let left = limit.saturating_sub(begun.elapsed());
             pending = match pending.wait_at_most(left.min(LOOK)) {
@@ -126,12 +143,12 @@ impl<'a> Adding<'a> {
                     server.unopened.clear(&disk);
                     return Ok(held);
                 }
-                Ok(Err(e)) => return Err(AddError::of(e, &args)),
-                Err(_) if is_stopped() => return Err(AddError::Stopped { disk }),
+                Ok(Err(e)) => return not(AddError::of(e, &args), Some(held)),
+                Err(_) if is_stopped() => return not(AddError::Stopped { disk }, Some(held)),
                 Err(late) if left > LOOK => late,
                 Err(late) => {
                     server.add_later(held, late);
-                    return Err(AddError::GoesOn { disk, limit });
+                    return not(AddError::GoesOn { disk, limit }, None);
                 }
             }
         }
@@ -188,6 +205,14 @@ impl Server {
         Ok(Adding { server: self, held, pending, args, begun: Instant::now() })
     }
 
+    /// Opens a disk again that [`Server::close_held`] has closed. It leaves the book if it does not
+    /// open and the caller drops it.
+    pub fn begin_open<'a>(&'a self, held: HeldDisk<'a>, args: DiskArgs, keys: Table) -> Adding<'a> {
+        held.set(args.clone(), keys);
+        let pending = self.yard.begin_add(settings(&args, exports::ways(&args, &self.common)));
+        Adding { server: self, held: held.leaving(), pending, args, begun: Instant::now() }
+    }
+
     /// Waits on a thread of its own until a disk is open or has failed, as `remove_later` does.
     fn add_later(&self, held: HeldDisk<'_>, late: Pending<()>) {
         let Some(server) = self.itself.upgrade() else { return };
@@ -219,11 +244,45 @@ impl Server {
     /// Removes a disk, and logs its final statistics. Returns whether its image was flushed. After
     /// `limit` it returns an error, and the removal goes on: the disk stays held until then.
     pub fn remove(&self, held: HeldDisk<'_>, limit: Duration) -> Result<bool, RemoveError> {
+        self.remove_after(held, limit, || {})
+    }
+
+    /// Like `remove`. `forget` runs when the disk has ended or the time has passed, and before the
+    /// disk leaves the book: a reload that finds it in the files must not add it again.
+    pub fn remove_after(
+        &self,
+        held: HeldDisk<'_>,
+        limit: Duration,
+        forget: impl FnOnce(),
+    ) -> Result<bool, RemoveError> {
+        match end_within(&self.yard, held, limit).map_err(RemoveError::Yard)? {
+            Ok((held, is_flushed)) => {
+                forget();
+                held.remove();
+                Ok(is_flushed)
+            }
+            Err((held, late)) => {
+                forget();
+                Err(self.still_ends(held, late, limit))
+            }
+        }
+    }
+
+    /// Like `remove`, but the disk stays in the book, to be opened again. Returns also whether its
+    /// image was flushed.
+    pub fn close_held<'a>(
+        &self,
+        held: HeldDisk<'a>,
+        limit: Duration,
+    ) -> Result<(HeldDisk<'a>, bool), RemoveError> {
+        let ended = end_within(&self.yard, held, limit).map_err(RemoveError::Yard)?;
+        ended.map_err(|(held, late)| self.still_ends(held, late, limit))
+    }
+
+    fn still_ends(&self, held: HeldDisk<'_>, late: Pending<Ended>, limit: Duration) -> RemoveError {
         let disk = held.args().name();
-        end_within(&self.yard, held, limit).map_err(RemoveError::Yard)?.map_err(|(held, late)| {
-            self.remove_later(held, late);
-            RemoveError::GoesOn { disk, limit }
-        })
+        self.remove_later(held, late);
+        RemoveError::GoesOn { disk, limit }
     }
 
     /// Waits on a thread of its own for the end of a disk. Its storage may never answer, so the
@@ -234,7 +293,8 @@ impl Server {
         let thread = std::thread::Builder::new().name("late removal".into());
         let spawned = thread.spawn(move || {
             let held = server.book.lent(disk.clone());
-            match removed(held, late.wait()) {
+            let ended = ended(held, late.wait());
+            match ended.map(|(held, is_flushed)| (held.remove(), is_flushed).1) {
                 Ok(true) => tracing::info!(disk, "it is removed now"),
                 Ok(false) => {
                     let what = "it is removed now, but its image could not be flushed: writes since \
@@ -315,25 +375,38 @@ impl Server {
     }
 }
 
-/// Ends a disk. Returns whether its image was flushed, or what still runs after `limit`.
+/// The end of a disk: whether its image was flushed, or what still runs.
+type Ending<'a> = Result<(HeldDisk<'a>, bool), (HeldDisk<'a>, Pending<Ended>)>;
+
+/// Ends a disk. Returns whether its image was flushed, or what still runs after `limit`. The disk
+/// stays in the book.
 fn end_within<'a>(
     yard: &Yard,
     held: HeldDisk<'a>,
     limit: Duration,
-) -> Result<Result<bool, (HeldDisk<'a>, Pending<Ended>)>, YardError> {
+) -> Result<Ending<'a>, YardError> {
     match yard.begin_remove(&held.args().name()).wait_at_most(limit) {
-        Ok(ended) => removed(held, ended).map(Ok),
+        Ok(done) => ended(held, done).map(Ok),
         Err(late) => Ok(Err((held, late))),
     }
 }
 
-/// Takes a disk that has ended out of the book, and logs its final statistics. Returns whether its
-/// image was flushed.
-fn removed(held: HeldDisk<'_>, ended: Result<Ended, YardError>) -> Result<bool, YardError> {
-    held.remove();
-    let ended = ended?;
-    log_end(&ended);
-    Ok(ended.is_flushed)
+/// Logs the final statistics of a disk that has ended. Returns the disk, and whether its image was
+/// flushed. After an error the disk is no longer in the book, because the yard does not have it.
+fn ended(
+    held: HeldDisk<'_>,
+    ended: Result<Ended, YardError>,
+) -> Result<(HeldDisk<'_>, bool), YardError> {
+    match ended {
+        Ok(ended) => {
+            log_end(&ended);
+            Ok((held, ended.is_flushed))
+        }
+        Err(e) => {
+            held.remove();
+            Err(e)
+        }
+    }
 }
 
 #[cfg(test)]
@@ -396,7 +469,9 @@ mod tests {
         assert!(book.reserve(args, keys, true).is_err(), "its image is still in use");
         assert_eq!(yard.info("a").unwrap().state, DiskState::Closing);
         drop(hold);
-        assert!(removed(taken, late.wait()).unwrap(), "it is flushed");
+        let (taken, is_flushed) = ended(taken, late.wait()).unwrap();
+        assert!(is_flushed && !book.all().is_empty());
+        taken.remove();
         assert!(book.all().is_empty() && yard.info("a").is_none());
         yard.close();
     }

@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 use std::sync::{Arc, MutexGuard, PoisonError, RwLockReadGuard};
-use std::time::{Duration, UNIX_EPOCH};
+use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
@@ -26,7 +26,7 @@ use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
 use crate::reopening;
-use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
+use crate::server::{AddError, Adding, NotOpened, STORAGE_TIME, Server};
 
 /// Longest wait of a call that keeps a change for the end of another one, or of a reload. Shorter
 /// than the 5 s for which an upgrade that has begun waits for the call.
@@ -74,15 +74,16 @@ impl Server {
     }
 
     /// Closes a disk and opens it with another configuration, or with the old one if that fails.
-    /// `_only`: no reload runs, which would find the disk missing, and add it.
-    fn open_again(
-        &self,
-        held: HeldDisk<'_>,
+    /// The disk stays in the book meanwhile. All steps together have [`STORAGE_TIME`].
+    fn open_again<'a>(
+        &'a self,
+        held: HeldDisk<'a>,
         args: DiskArgs,
         keys: Table,
         force: bool,
-        _only: &MutexGuard<'_, ()>,
-    ) -> Answer<HeldDisk<'_>> {
+    ) -> Answer<HeldDisk<'a>> {
+        let until = Instant::now() + STORAGE_TIME;
+        let left = || until.saturating_duration_since(Instant::now()).max(CHANGE_TIME);
         let (name, old) = (args.name(), held.entry());
         let served = self.info(&name)?;
         let busy = match () {
@@ -101,30 +102,31 @@ impl Server {
             self.check_unused(&name, remedy)?;
         }
         // A disk that cannot make its writes durable stays as it is.
-        self.sync(&name)?;
+        outcome(&name, "flush", self.yard.begin_flush(&name), left())?;
         let modes = format!("{} -> {}", old.args.cache, args.cache);
         tracing::info!(disk = name, "changed: cache: {modes}: closing and opening it");
-        let removed = self.remove(held, STORAGE_TIME).map_err(|e| {
+        let closed = self.close_held(held, left()).map_err(|e| {
             let problem = words::removal(e);
             let detail = format!("{}; it is not opened again: add it then", problem.detail);
             Problem { detail, ..problem }
         });
-        if !removed? {
+        let (held, is_flushed) = closed?;
+        if !is_flushed {
+            held.remove();
             let what = format!(
                 "disk \"{name}\" could not be flushed when it was closed, so it is not opened \
                  again: writes may be lost"
             );
             return Err(Problem::new(Kind::Failed, what));
         }
-        let opened = self.begin_add(args, keys, old.by_api).and_then(Adding::wait_held);
-        let e = match opened {
+        let opened = self.begin_open(held, args, keys).wait_or_return(left(), || false);
+        let NotOpened { error: e, held } = match opened {
             Ok(held) => return Ok(held),
-            Err(e) => e,
+            Err(not) => not,
         };
-        if e.goes_on() {
-            return Err(Problem::new(Kind::Busy, e.to_string()));
-        }
-        self.restore(old.args, old.keys, old.by_api);
+        let Some(held) = held else { return Err(Problem::new(Kind::Busy, e.to_string())) };
+        let restored = self.begin_open(held, old.args, old.keys).wait_within(left(), || false);
+        reopening::log_restored(&name, restored.map(HeldDisk::keep));
         let what = format!("disk \"{name}\" does not open with the new cache mode: {e:#}");
         Err(Problem::new(Kind::Failed, what))
     }
@@ -151,7 +153,9 @@ impl Server {
     pub(super) fn info(&self, name: &str) -> Answer<DiskInfo> {
         self.yard.info(name).ok_or_else(|| match self.book.find(name) {
             Some(_) => {
-                let what = format!("an upgrade hands disk \"{name}\" over: try again");
+                let what = format!(
+                    "disk \"{name}\" is opened again, or an upgrade hands it over: try again"
+                );
                 Problem::new(Kind::Conflict, what)
             }
             None => words::problem(YardError::NotFound { disk: name.into() }),
@@ -334,18 +338,21 @@ impl Operator for Server {
     fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed> {
         let _no_upgrade = self.exclude_upgrades()?;
         let store = self.persistence(name, persist)?;
-        // A reload in between would find the disk in the file, and add it again.
-        let _only = persist.then(|| self.exclude_reloads()).transpose()?;
+        // No reload closes the disk now, to open it again. A later one finds the disk held, so this
+        // waits for the disk's storage without delaying any.
+        let only = persist.then(|| self.exclude_reloads()).transpose()?;
         let held = self.hold(name)?;
+        drop(only);
         if !force {
             self.check_unused(name, "disconnect, or remove it with force=true (--force)")?;
         }
         if let Some(store) = &store {
             store.check_forget(name).map_err(|e| conflict(&e))?;
         }
-        let removed = self.remove(held, STORAGE_TIME);
-        let store = store.filter(|_| !matches!(removed, Err(RemoveError::Yard(_))));
-        let forgotten = store.map_or(Ok(()), |store| store.forget(name));
+        let mut forgotten = Ok(());
+        let removed = self.remove_after(held, STORAGE_TIME, || {
+            forgotten = store.map_or(Ok(()), |store| store.forget(name));
+        });
         let flushed = removed.map_err(words::removal)?;
         let done = match flushed {
             true => "is removed",
@@ -358,9 +365,12 @@ impl Operator for Server {
     fn set(&self, name: &str, keys: Object, query: ChangeQuery) -> Answer<Disk> {
         let _no_upgrade = self.exclude_upgrades()?;
         let store = self.persistence(name, query.persist)?;
-        // A reload may have read the old file, and would take the change back.
-        let only = query.persist.then(|| self.exclude_reloads()).transpose()?;
+        // No reload closes the disk now, to open it again. A later one finds the disk held, or that
+        // its file has changed.
+        let is_alone = query.persist || keys.contains_key("cache");
+        let only = is_alone.then(|| self.exclude_reloads()).transpose()?;
         let mut held = self.hold(name)?;
+        drop(only);
         let entry = held.entry();
         let cache = entry.args.cache;
         let (args, table) = words::changed(entry.args, entry.keys, keys.clone())?;
@@ -376,14 +386,14 @@ impl Operator for Server {
         if args.cache == cache {
             self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
         } else {
-            let only = only.map_or_else(|| self.exclude_reloads(), Ok)?;
-            let opened = self.open_again(held, args.clone(), table.clone(), query.force, &only);
+            let opened = self.open_again(held, args.clone(), table.clone(), query.force);
             held = opened.map_err(|problem| match query.persist {
                 true => Problem { detail: format!("{}; {NOT_WRITTEN}", problem.detail), ..problem },
                 false => problem,
             })?;
         }
         let kept = store.zip(kept).map_or(Ok(()), |(store, kept)| {
+            held.note_kept();
             store.keep(name, kept)?;
             self.book.adopt(&[args]);
             Ok(())

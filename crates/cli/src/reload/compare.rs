@@ -2,7 +2,7 @@
 //!
 //! In: the entries that the reload read before it read the file, the file, and the disk as it is
 //! now. Out: what changes. What must hold: a reload does not put an older configuration into a
-//! disk that a snapshot has changed meanwhile, also in the file.
+//! disk that a snapshot or a call has changed meanwhile, also in the file.
 
 use blockyard_control::types::DiskChange;
 use toml::Table;
@@ -20,9 +20,20 @@ pub fn of_file<'a>(config: &'a Config, disk: &str) -> Option<(&'a DiskArgs, Tabl
 
 /// Returns whether a job has held a disk since the reload read `before`. It may have changed the
 /// disk's file after the reload read that.
-pub fn had_job(held: &Entry, before: &[Entry]) -> bool {
+fn had_job(held: &Entry, before: &[Entry]) -> bool {
     let disk = held.args.name();
     before.iter().any(|entry| entry.args.name() == disk && entry.jobs != held.jobs)
+}
+
+/// Returns whether a call has changed a disk and its file since the reload read `before`.
+pub fn was_kept(held: &Entry, before: &[Entry]) -> bool {
+    let disk = held.args.name();
+    before.iter().any(|entry| entry.args.name() == disk && entry.kept != held.kept)
+}
+
+/// Returns whether the disk's file may have changed since the reload read it.
+pub fn may_be_stale(held: &Entry, before: &[Entry]) -> bool {
+    had_job(held, before) || was_kept(held, before)
 }
 
 pub fn stale(disk: &str) -> String {
@@ -39,7 +50,8 @@ pub fn compare(
     change: &mut DiskChange,
 ) -> anyhow::Result<()> {
     let Some((args, table)) = of_file(config, &change.disk) else { return Ok(()) };
-    if had_job(held, before) && held.args.image != args.image {
+    let is_older = had_job(held, before) && held.args.image != args.image;
+    if is_older || (was_kept(held, before) && held.args != *args) {
         anyhow::bail!("{}", stale(&change.disk));
     }
     change.keys = changes(&held.keys, &table);
@@ -94,5 +106,28 @@ mod tests {
         let before = book.all();
         compare(&held.entry(), &before, &old, &mut change).unwrap();
         assert!(change.disconnects);
+    }
+
+    /// A call with `persist` runs while the reload reads the files.
+    #[test]
+    fn a_reload_does_not_take_back_what_a_call_has_kept() {
+        let (old, new) = (config("/a", ""), config("/a", "weight = 300\n"));
+        let book = Book::default();
+        let args = |config: &Config| (config.disks[0].clone(), config.keys(0));
+        let (args_of_old, keys) = args(&old);
+        book.reserve(args_of_old, keys, false).unwrap().keep();
+        let held = book.hold("a").unwrap();
+        let (args_of_new, keys) = args(&new);
+        held.set(args_of_new, keys);
+        // The call has changed the disk, and the reload reads the file before the call writes it.
+        let before = book.all();
+        held.note_kept();
+        let planned = || DiskChange { disk: "a".into(), keys: Vec::new(), disconnects: false };
+        let error = compare(&held.entry(), &before, &old, &mut planned()).unwrap_err();
+        assert!(error.to_string().contains("reload again"), "{error}");
+        assert!(may_be_stale(&held.entry(), &before));
+        compare(&held.entry(), &before, &new, &mut planned()).unwrap();
+        // A later reload finds an older value that the operator means.
+        compare(&held.entry(), &book.all(), &old, &mut planned()).unwrap();
     }
 }

@@ -38,9 +38,11 @@ fn state(server: &Server, disk: &str) -> String {
 }
 
 /// Sends a call, and does not wait for its answer.
-fn begin(server: &Server, method: &str, path: &str) -> UnixStream {
+fn begin(server: &Server, method: &str, path: &str, body: &str) -> UnixStream {
     let mut stream = server.connect();
-    let text = format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n");
+    let len = body.len();
+    let text =
+        format!("{method} {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len}\r\n\r\n{body}");
     stream.write_all(text.as_bytes()).unwrap();
     stream
 }
@@ -64,7 +66,8 @@ impl Hung {
         server.good("POST", "/v1/disks", server.keys("a"));
         let disks = names.iter().map(String::as_str).chain(["a"]);
         let _guests = disks.map(|name| guest(&server, name)).collect();
-        let calls: Vec<_> = names.iter().map(|name| begin(&server, "POST", &flush(name))).collect();
+        let calls: Vec<_> =
+            names.iter().map(|name| begin(&server, "POST", &flush(name), "")).collect();
         for name in &names {
             until("the flush runs", SOON, || state(&server, name) == "busy");
         }
@@ -143,29 +146,71 @@ fn a_command_that_gets_no_answer_says_that_the_call_may_still_run() {
     until("it runs", SOON, || state(&server, "a") == "busy");
 }
 
-/// The reload has read the file without the overlay, and would put the old image into its record.
-#[test]
-fn a_snapshot_that_is_kept_does_not_begin_during_a_reload() {
-    let disk = |name: &str, more: &str| {
-        format!(
-            "[[disk]]\nname = \"{name}\"\nimage = \"FOLDER/{name}\"\nformat = \"raw\"\n\
-                 vhost-user = \"FOLDER/{name}.s\"\n{more}"
-        )
-    };
-    let hanging = disk("h", "filters = [\"delay:flush=3600s\"]\n");
+/// Returns the text of a disk in the configuration file.
+fn configured(name: &str, more: &str) -> String {
+    format!(
+        "[[disk]]\nname = \"{name}\"\nimage = \"FOLDER/{name}\"\nformat = \"raw\"\n\
+         vhost-user = \"FOLDER/{name}.s\"\n{more}"
+    )
+}
+
+/// Starts a server whose configuration has the disk "a", and "h", which hangs at a flush.
+fn start_configured() -> (Server, String) {
+    let hanging = configured("h", "filters = [\"delay:flush=3600s\"]\n");
     let folder = Folder::new();
     for name in ["a", "h"] {
         folder.image(name, 1 << 20);
     }
     std::fs::create_dir(folder.join("conf.d")).unwrap();
-    let server = Server::configured_in(folder, &(disk("a", "") + &hanging));
+    let server = Server::configured_in(folder, &(configured("a", "") + &hanging));
+    (server, hanging)
+}
+
+/// The reload has read the file without the overlay, and would put the old image into its record.
+#[test]
+fn a_snapshot_that_is_kept_does_not_begin_during_a_reload() {
+    let (server, _) = start_configured();
     let guest = guest(&server, "h.s");
-    server.configure(&disk("a", "weight = 300\n"));
-    let _call = begin(&server, "POST", "/v1/reload");
+    server.configure(&configured("a", "weight = 300\n"));
+    let _call = begin(&server, "POST", "/v1/reload", "");
     until("the reload runs", SOON, || state(&server, "h") == "closing");
     let overlay = json!({ "overlay": server.folder.join("top.qcow2"), "persist": true });
     let problem = server.bad("POST", "/v1/disks/a/snapshot", &overlay.to_string(), 409);
     assert!(problem["detail"].as_str().unwrap().contains("a reload or an upgrade"), "{problem}");
+    drop(guest);
+}
+
+/// Reloads, and keeps changes of the disk "a", while a call waits for the disk "h".
+fn others_go_on(server: &Server, hanging: &str) {
+    server.configure(&(configured("a", "weight = 300\n") + hanging));
+    let reloaded = server.good("POST", "/v1/reload", Value::Null);
+    assert_eq!(reloaded["changed"][0]["disk"], "a", "{reloaded}");
+    for none in ["added", "removed", "failed"] {
+        assert_eq!(reloaded[none], json!([]), "{none}: {reloaded}");
+    }
+    server.good("PATCH", "/v1/disks/a?persist=true", json!({ "weight": 400 }));
+    server.good("PATCH", "/v1/disks/a", json!({ "cache": "writeback" }));
+    server.good("DELETE", "/v1/disks/a?persist=true", Value::Null);
+}
+
+#[test]
+fn a_removal_that_hangs_delays_no_reload_and_no_change_that_is_kept() {
+    let (server, hanging) = start_configured();
+    let guest = guest(&server, "h.s");
+    let _call = begin(&server, "DELETE", "/v1/disks/h?force=true&persist=true", "");
+    until("the removal runs", SOON, || state(&server, "h") == "closing");
+    others_go_on(&server, &hanging);
+    drop(guest);
+}
+
+#[test]
+fn a_change_of_the_cache_mode_that_hangs_delays_no_reload_and_no_change_that_is_kept() {
+    let (server, hanging) = start_configured();
+    let guest = guest(&server, "h.s");
+    let path = "/v1/disks/h?force=true&persist=true";
+    let _call = begin(&server, "PATCH", path, r#"{"cache": "writeback"}"#);
+    until("the flush runs", SOON, || state(&server, "h") == "busy");
+    others_go_on(&server, &hanging);
     drop(guest);
 }
 
@@ -176,7 +221,7 @@ fn a_disk_whose_removal_hangs_keeps_its_name_and_delays_no_other() {
     add_hanging(&server, "a");
     server.good("POST", "/v1/disks", server.keys("b"));
     let guest = guest(&server, "a");
-    let _call = begin(&server, "DELETE", "/v1/disks/a?force=true");
+    let _call = begin(&server, "DELETE", "/v1/disks/a?force=true", "");
     until("the removal runs", SOON, || state(&server, "a") == "closing");
     let problem = server.bad("DELETE", "/v1/disks/a?force=true", "", 409);
     assert!(problem["detail"].as_str().unwrap().contains("another command works"), "{problem}");
