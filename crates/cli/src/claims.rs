@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::exports::{self, Claim, Listens};
+use crate::looks;
 use crate::options::disk::DiskArgs;
 
 /// What tells whether two images are the same.
@@ -35,30 +36,13 @@ impl ImageId {
 
     /// Like `of`, but waits at most `limit` for the file system. Returns an error after that.
     pub fn within(disk: &DiskArgs, limit: Duration) -> Result<Option<Self>, String> {
-        let image = disk.clone();
-        answer_within(limit, move || ImageId::of(&image)).ok_or_else(|| {
-            format!(
-                "disk \"{}\": the file system of its image {} has not answered for {} s: reload \
-                 when it does",
-                disk.name(),
-                disk.image.display(),
-                limit.as_secs()
-            )
-        })
+        if blockyard_image::scheme_of(&disk.image).is_some() {
+            return Ok(ImageId::of(disk));
+        }
+        let args = disk.clone();
+        looks::look(&disk.image, limit, move || ImageId::of(&args))
+            .map_err(|e| format!("disk \"{}\": image {e}", disk.name()))
     }
-}
-
-/// Returns the answer of `ask`, which runs on a thread of its own, or `None` after `limit`. A file
-/// system that does not answer keeps the thread.
-fn answer_within<T: Send + 'static>(
-    limit: Duration,
-    ask: impl FnOnce() -> T + Send + 'static,
-) -> Option<T> {
-    let (sender, receiver) = std::sync::mpsc::channel();
-    let thread = std::thread::Builder::new().name("stat".into());
-    // Without a thread there is no answer.
-    let _ = thread.spawn(move || sender.send(ask()));
-    receiver.recv_timeout(limit).ok()
 }
 
 /// What the disks of a server have.
@@ -207,14 +191,6 @@ fn text_of(socket: &Listens) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_file_system_that_does_not_answer_ends_the_wait() {
-        let (hold, held) = std::sync::mpsc::channel::<()>();
-        assert_eq!(answer_within(Duration::ZERO, move || held.recv().is_ok()), None);
-        drop(hold);
-        assert_eq!(answer_within(Duration::from_secs(60), || 5), Some(5));
-    }
 
     #[test]
     fn one_export_of_another_host_has_one_writer() {

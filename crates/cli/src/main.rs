@@ -30,6 +30,7 @@ mod image;
 mod inherited;
 mod journals;
 mod log;
+mod looks;
 mod man;
 mod nbd;
 mod options;
