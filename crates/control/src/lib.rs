@@ -48,7 +48,7 @@ mod wrong_type;
 
 pub use access::{Access, Peer};
 pub use body::invalid;
-pub use operator::{Answer, Object, Operator};
+pub use operator::{Answer, Departure, Object, Operator};
 pub use problem::{Kind, Problem};
 pub use routes::description;
 pub use server::{Acceptance, Api, Listeners};

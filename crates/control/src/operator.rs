@@ -19,6 +19,10 @@ pub type Answer<T> = Result<T, Problem>;
 /// A JSON object whose keys the server parses itself: those of a `[[disk]]` table.
 pub type Object = Map<String, Value>;
 
+/// A wait for clients that leave a disk. Each call returns whether they have left or the wait has
+/// failed, and None while they are still connected. Does not block for long.
+pub type Departure = Box<dyn FnMut() -> Option<Answer<Disconnected>> + Send>;
+
 /// A server, as the API sees it. Calls run on threads of the API, which may block.
 pub trait Operator: Send + Sync + 'static {
     /// Does not block.
@@ -33,6 +37,7 @@ pub trait Operator: Send + Sync + 'static {
     /// Returns all disks in the order of their arrival. Does not block.
     fn disks(&self) -> Vec<DiskRow>;
 
+    /// Returns a disk in detail. Waits for no command of a disk.
     fn disk(&self, name: &str) -> Answer<Disk>;
 
     /// Opens a disk and starts its exports. `keys`: those of a `[[disk]]` table. `persist`: writes
@@ -60,8 +65,8 @@ pub trait Operator: Send + Sync + 'static {
     /// then on, for a limited time.
     fn drain(&self, name: &str, drain: Drain) -> Answer<Drained>;
 
-    /// Disconnects clients, which may connect again.
-    fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Disconnected>;
+    /// Begins to disconnect clients, which may connect again. Does not wait until they have left.
+    fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Departure>;
 
     /// Ends a drain, and lets the requests that wait for space on the host try again. Does not
     /// block.

@@ -33,13 +33,19 @@ use crate::types::{
 };
 
 /// Maximum number of threads that run calls. Two of them answer calls that do not block.
-pub(crate) const THREADS: usize = MAX_BLOCKING + MAX_LONG + 2;
+pub(crate) const THREADS: usize = MAX_BLOCKING + MAX_LONG + MAX_BRIEF + 2;
 
 /// Maximum number of calls that may block, without those that run for long.
 const MAX_BLOCKING: usize = 6;
 
 /// Maximum number of calls that run for long, mostly because the storage of a disk hangs.
 const MAX_LONG: usize = 32;
+
+/// Maximum number of calls that look at a disk and wait for no command of it.
+const MAX_BRIEF: usize = 4;
+
+/// Time between two looks at the clients that leave a disk.
+const LOOK: Duration = Duration::from_millis(20);
 
 /// A call that runs for this time leaves its place to calls for other disks.
 const LONG: Duration = Duration::from_secs(1);
@@ -54,6 +60,8 @@ struct Calls {
     blocking: Arc<Semaphore>,
     /// Places of calls that run for long; see [`MAX_LONG`].
     long: Arc<Semaphore>,
+    /// Places of calls that look at a disk; see [`MAX_BRIEF`].
+    brief: Arc<Semaphore>,
 }
 
 impl Calls {
@@ -62,8 +70,35 @@ impl Calls {
         self,
         call: impl FnOnce(&dyn Operator) -> Answer<T> + Send + 'static,
     ) -> Answer<Json<T>> {
+        self.run(call).await.map(Json)
+    }
+
+    async fn run<T: Send + 'static>(
+        self,
+        call: impl FnOnce(&dyn Operator) -> Answer<T> + Send + 'static,
+    ) -> Answer<T> {
         let done = tokio::task::spawn_blocking(move || call(&*self.operator)).await;
-        done.unwrap_or_else(|_| Err(Problem::new(Kind::Busy, "the server is ending"))).map(Json)
+        done.unwrap_or_else(|_| Err(Problem::new(Kind::Busy, "the server is ending")))
+    }
+
+    /// Runs a call that waits for no command of a disk. It leaves the places of calls that may
+    /// block to others.
+    async fn brief<T: Send + 'static>(
+        self,
+        call: impl FnOnce(&dyn Operator) -> Answer<T> + Send + 'static,
+    ) -> Answer<T> {
+        let free = self.brief.clone().acquire_owned();
+        let Ok(Ok(permit)) = tokio::time::timeout(PATIENCE, free).await else {
+            let detail = format!("{MAX_BRIEF} calls look at disks already: try again later");
+            return Err(Problem::new(Kind::Busy, detail));
+        };
+        // The place is free when the call has ended, also if its client disconnects.
+        let done = self.run(move |operator| {
+            let done = call(operator);
+            drop(permit);
+            done
+        });
+        done.await
     }
 
     /// Runs a call that may block.
@@ -148,8 +183,9 @@ pub fn description() -> Description {
 /// Returns the service that answers all requests.
 pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
     let streams = events::parts().0.with_state(operator.events().clone());
-    let [blocking, long] = [MAX_BLOCKING, MAX_LONG].map(|places| Arc::new(Semaphore::new(places)));
-    let calls = Calls { operator, blocking, long };
+    let places = [MAX_BLOCKING, MAX_LONG, MAX_BRIEF];
+    let [blocking, long, brief] = places.map(|places| Arc::new(Semaphore::new(places)));
+    let calls = Calls { operator, blocking, long, brief };
     let (router, description) = parts();
     let known = KnownParameters::of(&description);
     router
@@ -200,7 +236,7 @@ async fn disks(State(calls): State<Calls>) -> Answer<Json<Disks>> {
 #[utoipa::path(get, path = "/v1/disks/{name}", params(("name" = String, Path)), responses(
     (status = OK, body = Disk), (status = NOT_FOUND, body = Problem)))]
 async fn disk(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Disk>> {
-    calls.slow(move |operator| operator.disk(&name)).await
+    calls.brief(move |operator| operator.disk(&name)).await.map(Json)
 }
 
 /// Adds a disk. The body has the keys of a `[[disk]]` table of the configuration file.
@@ -303,7 +339,21 @@ async fn disconnect(
     At(name): At<String>,
     Body(clients): Body<Disconnect>,
 ) -> Answer<Json<Disconnected>> {
-    calls.slow(move |operator| operator.disconnect(&name, clients)).await
+    let begun = calls.clone().brief(move |operator| operator.disconnect(&name, clients));
+    let mut departure = begun.await?;
+    // No thread waits: the clients of a disk that hangs stay for long.
+    loop {
+        let look = move |_: &dyn Operator| {
+            let done = departure();
+            Ok((departure, done))
+        };
+        let (waits, done) = calls.clone().brief(look).await?;
+        if let Some(answer) = done {
+            return answer.map(Json);
+        }
+        departure = waits;
+        tokio::time::sleep(LOOK).await;
+    }
 }
 
 /// Ends a drain, and lets the requests that wait for space on the host try again.

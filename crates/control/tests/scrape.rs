@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest,
-    Reload, Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
+    ChangeQuery, Disconnect, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest, Reload,
+    Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
 };
-use blockyard_control::{Access, Answer, Api, Kind, Listeners, Object, Operator, Problem};
+use blockyard_control::{
+    Access, Answer, Api, Departure, Kind, Listeners, Object, Operator, Problem,
+};
 
 /// Far more than a connection's buffers hold.
 const TEXT: usize = 12 << 20;
@@ -83,7 +85,7 @@ impl Operator for Long {
         nothing()
     }
 
-    fn disconnect(&self, _: &str, _: Disconnect) -> Answer<Disconnected> {
+    fn disconnect(&self, _: &str, _: Disconnect) -> Answer<Departure> {
         nothing()
     }
 

@@ -94,6 +94,10 @@ impl Exports {
         self.all().iter_mut().flat_map(|export| export.disconnect(description)).collect()
     }
 
+    pub fn clients(&self) -> Vec<Client> {
+        self.all().iter().flat_map(|export| export.clients()).collect()
+    }
+
     /// Returns the clients and the statistics of the disk that has these exports.
     pub fn report(&self, disk: &Arc<Disk>, reactors: &Reactors) -> Report {
         let (statistics, policies) = statistics(disk, reactors);

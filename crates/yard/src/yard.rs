@@ -279,6 +279,13 @@ impl Yard {
         Ok(exports.disconnect(description))
     }
 
+    /// Returns the clients of an open disk. Does not wait for commands or reactors.
+    pub fn clients(&self, name: &str) -> Result<Vec<Client>, YardError> {
+        let found = self.find_now(name).ok_or(YardError::Closing)?;
+        let (_, exports) = found.ok_or_else(|| YardError::NotFound { disk: name.into() })?;
+        Ok(exports.clients())
+    }
+
     /// From now on the disk counts as opened from this qcow2 image, the overlay of a snapshot. A
     /// later server opens it. Does not wait, so that a job of the disk may call it.
     pub fn adopt_overlay(&self, name: &str, overlay: PathBuf) {

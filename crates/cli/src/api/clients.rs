@@ -1,12 +1,13 @@
-//! Disconnects clients of a disk, and waits until they have left.
+//! Disconnects clients of a disk, and looks whether they have left.
 //!
-//! In: one client, or all of them. Out: those that have left. What must hold: a device, such as one
-//! of ublk, has no connection that could end, so the call does not wait for it.
+//! In: one client, or all of them. Out: those that have left. No thread waits for them. What must
+//! hold: a device, such as one of ublk, has no connection that could end, so the call does not wait
+//! for it.
 
 use std::time::{Duration, Instant};
 
 use blockyard_control::types::{Disconnect, Disconnected};
-use blockyard_control::{Answer, Kind, Problem};
+use blockyard_control::{Answer, Departure, Kind, Problem};
 use blockyard_export::Client;
 use blockyard_program::output::shell;
 use blockyard_yard::DiskState;
@@ -16,17 +17,17 @@ use crate::server::Server;
 
 /// Longest wait for clients that are disconnected. NBD clients have 2 s to read their replies.
 const DISCONNECT_TIME: Duration = Duration::from_secs(10);
-const PAUSE: Duration = Duration::from_millis(5);
 
 impl Server {
-    /// Disconnects one client of a disk, or all of them.
-    pub(super) fn disconnect_clients(
-        &self,
-        name: &str,
-        clients: &Disconnect,
-    ) -> Answer<Disconnected> {
-        if self.info(name)?.state == DiskState::Closing {
-            let what = format!("disk \"{name}\" is being closed");
+    /// Begins to disconnect one client of a disk, or all of them.
+    pub(super) fn disconnect_clients(&self, name: &str, clients: &Disconnect) -> Answer<Departure> {
+        let is = match self.info(name)?.state {
+            DiskState::Opening => Some("opened"),
+            DiskState::Closing => Some("closed"),
+            _ => None,
+        };
+        if let Some(is) = is {
+            let what = format!("disk \"{name}\" is being {is}");
             return Err(Problem::new(Kind::Conflict, what));
         }
         let wanted = clients.client.as_deref();
@@ -43,8 +44,12 @@ impl Server {
             );
             return Err(Problem::new(Kind::Conflict, what).in_field("client"));
         }
-        self.wait_until_left(name, leaving)?;
-        Ok(Disconnected { name: name.into(), clients: names })
+        let (server, disk) = (self.itself.clone(), name.to_string());
+        let mut departing = Departing { leaving, names, until: Instant::now() + DISCONNECT_TIME };
+        Ok(Box::new(move || match server.upgrade() {
+            Some(server) => departing.look(&server, &disk).transpose(),
+            None => Some(Err(Problem::new(Kind::Busy, "the server is ending"))),
+        }))
     }
 
     /// Returns an error if the disk has no such client.
@@ -65,26 +70,37 @@ impl Server {
     }
 
     fn present(&self, name: &str) -> Answer<Vec<Client>> {
-        Ok(self.yard.report(name).map_err(words::problem)?.clients)
+        self.yard.clients(name).map_err(words::problem)
     }
+}
 
-    fn wait_until_left(&self, name: &str, mut leaving: Vec<Client>) -> Answer<()> {
-        let until = Instant::now() + DISCONNECT_TIME;
-        loop {
-            let present = self.present(name)?;
-            leaving.retain(|client| present.contains(client));
-            if leaving.is_empty() {
-                return Ok(());
-            }
-            if Instant::now() > until {
-                let what = format!(
-                    "{} of disk \"{name}\" is still connected: requests in flight have not ended",
-                    descriptions(&leaving).join(", ")
-                );
-                return Err(Problem::new(Kind::Conflict, what));
-            }
-            std::thread::sleep(PAUSE);
+/// Clients that leave a disk.
+struct Departing {
+    /// Those that are still connected.
+    leaving: Vec<Client>,
+    /// All of them.
+    names: Vec<String>,
+    /// End of the wait.
+    until: Instant,
+}
+
+impl Departing {
+    /// Returns None while clients are connected, and an error after the end of the wait.
+    fn look(&mut self, server: &Server, name: &str) -> Answer<Option<Disconnected>> {
+        let present = server.present(name)?;
+        self.leaving.retain(|client| present.contains(client));
+        if self.leaving.is_empty() {
+            let clients = std::mem::take(&mut self.names);
+            return Ok(Some(Disconnected { name: name.into(), clients }));
         }
+        if Instant::now() > self.until {
+            let what = format!(
+                "{} of disk \"{name}\" is still connected: requests in flight have not ended",
+                descriptions(&self.leaving).join(", ")
+            );
+            return Err(Problem::new(Kind::Conflict, what));
+        }
+        Ok(None)
     }
 }
 

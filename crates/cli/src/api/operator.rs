@@ -7,10 +7,10 @@ use std::time::{Duration, Instant, UNIX_EPOCH};
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest,
-    Reload, Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
+    ChangeQuery, Disconnect, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest, Reload,
+    Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
 };
-use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
+use blockyard_control::{Answer, Departure, Kind, Object, Operator, Problem, invalid};
 use blockyard_program::output::shell;
 use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
@@ -438,7 +438,7 @@ impl Operator for Server {
         Ok(Drained { name: name.into(), seconds })
     }
 
-    fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Disconnected> {
+    fn disconnect(&self, name: &str, clients: Disconnect) -> Answer<Departure> {
         self.disconnect_clients(name, &clients)
     }
 

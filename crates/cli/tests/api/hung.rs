@@ -13,6 +13,9 @@ use crate::server::Server;
 /// for commands (4).
 const HUNG: usize = 10;
 
+/// As many disks as calls that may block have places, with those that run for long (32).
+const ALL_PLACES: usize = 38;
+
 /// A server with disks that hang at a flush, and one that does not. All have a guest.
 struct Hung {
     server: Server,
@@ -60,8 +63,12 @@ fn flush(name: &str) -> String {
 
 impl Hung {
     fn start() -> Self {
+        Self::with(HUNG)
+    }
+
+    fn with(count: usize) -> Self {
         let server = Server::start();
-        let names: Vec<_> = (0..HUNG).map(|number| format!("h{number}")).collect();
+        let names: Vec<_> = (0..count).map(|number| format!("h{number}")).collect();
         names.iter().for_each(|name| add_hanging(&server, name));
         server.good("POST", "/v1/disks", server.keys("a"));
         let disks = names.iter().map(String::as_str).chain(["a"]);
@@ -129,6 +136,49 @@ fn a_disk_that_hangs_is_shown_and_takes_no_second_command() {
     let api = server.socket();
     let shown = blockyard(["ctl", "--api", api.to_str().unwrap(), "show", "h1"]).good();
     assert!(shown.contains("busy"), "{shown}");
+}
+
+#[test]
+fn a_disk_is_shown_and_disconnected_while_no_other_call_has_a_place() {
+    let hung = Hung::with(ALL_PLACES);
+    let server = &hung.server;
+    let disk = server.good("GET", "/v1/disks/h1", Value::Null);
+    assert_eq!(disk["state"], "busy", "{disk}");
+    let gone = server.good("POST", "/v1/disks/h1/disconnect", json!({}));
+    assert_eq!(gone["clients"].as_array().unwrap().len(), 1, "{gone}");
+}
+
+/// Returns the status of the answer to a call.
+fn status_of(mut call: UnixStream) -> String {
+    let mut head = [0; 12];
+    call.read_exact(&mut head).unwrap();
+    String::from_utf8_lossy(&head[9..]).into_owned()
+}
+
+/// Each of these calls waits 10 s, because the storage does not answer the request of the client.
+#[test]
+fn calls_that_wait_for_the_clients_of_one_disk_take_no_place_of_others() {
+    let server = Server::start();
+    add_hanging(&server, "h");
+    server.good("POST", "/v1/disks", server.keys("a"));
+    let (mut guest, _other) = (guest(&server, "h"), guest(&server, "a"));
+    guest.queues[0].submit(0, request::FLUSH, 0, Data::None);
+    guest.queues[0].publish().unwrap();
+    let in_flight = || server.good("GET", "/v1/figures", Value::Null)["disks"][0]["in_flight"] == 1;
+    until("the request is in flight", SOON, in_flight);
+    let disconnect = || begin(&server, "POST", "/v1/disks/h/disconnect", "{}");
+    let calls: Vec<_> = (0..ALL_PLACES + 12).map(|_| disconnect()).collect();
+    server.good("POST", "/v1/disks/a/flush", Value::Null);
+    server.good("GET", "/v1/disks/h", Value::Null);
+    for mut call in &calls {
+        call.set_nonblocking(true).unwrap();
+        let answer = call.read(&mut [0; 1]);
+        assert_eq!(answer.unwrap_err().kind(), ErrorKind::WouldBlock);
+        call.set_nonblocking(false).unwrap();
+    }
+    for call in calls {
+        assert_eq!(status_of(call), "409");
+    }
 }
 
 #[test]
