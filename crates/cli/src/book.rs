@@ -11,6 +11,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use toml::Table;
 
 use crate::claims::{Claims, ImageId};
+use crate::looks;
 use crate::options::disk::DiskArgs;
 
 /// Reasons why a command cannot have a disk.
@@ -68,14 +69,15 @@ impl Book {
     }
 
     /// Enters a disk that is about to be opened. Returns an error if it conflicts with another one.
+    /// `image`: [`ImageId::within`].
     pub fn reserve(
         &self,
         args: DiskArgs,
         keys: Table,
         by_api: bool,
+        image: Option<ImageId>,
     ) -> Result<HeldDisk<'_>, String> {
-        // The file system may be slow, so this is done without the lock.
-        let (name, image) = (args.name(), ImageId::of(&args));
+        let name = args.name();
         let mut entries = self.entries();
         entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
@@ -151,7 +153,10 @@ impl HeldDisk<'_> {
     /// Changes keys with the image among them. No other disk has the image, because it is locked.
     pub fn set_image(&self, args: DiskArgs, keys: Table) {
         // The file system may be slow, so this is done without the lock.
-        let image = ImageId::of(&args);
+        let image = ImageId::within(&args, looks::LIMIT).unwrap_or_else(|e| {
+            tracing::error!("{e}: another disk may get the same image");
+            None
+        });
         let mut entries = self.book.entries();
         let Entries { all, claims, .. } = &mut *entries;
         let entry = all.get_mut(&self.name).expect("a held disk stays in the book");
@@ -211,17 +216,17 @@ mod tests {
     fn a_disk_that_is_not_kept_leaves_and_frees_what_it_had() {
         let book = Book::default();
         let (args, keys) = disk("name = \"a\"\nvhost-user = \"/s\"\n");
-        let held = book.reserve(args.clone(), keys.clone(), true).unwrap();
+        let held = book.reserve(args.clone(), keys.clone(), true, None).unwrap();
         let (other, other_keys) = disk("name = \"b\"\nvhost-user = \"/s\"\n");
-        let error = book.reserve(other.clone(), other_keys.clone(), true).err().unwrap();
+        let error = book.reserve(other.clone(), other_keys.clone(), true, None).err().unwrap();
         assert!(error.contains("another disk has the socket /s"), "{error}");
         assert!(matches!(book.hold("a"), Err(HoldError::Busy(_))));
         drop(held);
         assert!(book.all().is_empty());
-        book.reserve(other, other_keys, true).unwrap().keep();
+        book.reserve(other, other_keys, true, None).unwrap().keep();
         assert!(matches!(book.hold("a"), Err(HoldError::NotFound(_))));
         book.hold("b").unwrap().remove();
-        book.reserve(args, keys, false).unwrap().keep();
+        book.reserve(args, keys, false, None).unwrap().keep();
         assert_eq!(book.all().len(), 1);
     }
 
@@ -239,7 +244,8 @@ mod tests {
         let book = Book::default();
         let reserve = |name: &str, image: &str| {
             let (args, keys) = disk(name, image);
-            book.reserve(args, keys, false).map(HeldDisk::keep)
+            let image = ImageId::of(&args);
+            book.reserve(args, keys, false, image).map(HeldDisk::keep)
         };
         reserve("a", "base").unwrap();
         let (args, keys) = disk("a", "top");
@@ -255,7 +261,7 @@ mod tests {
     fn a_disk_that_the_file_has_is_adopted() {
         let book = Book::default();
         let (args, keys) = disk("name = \"a\"\nvhost-user = \"/s\"\n");
-        book.reserve(args.clone(), keys, true).unwrap().keep();
+        book.reserve(args.clone(), keys, true, None).unwrap().keep();
         book.adopt(&[args]);
         assert!(!book.find("a").unwrap().by_api);
     }

@@ -13,7 +13,7 @@ use crate::config::Config;
 use crate::disks::try_open;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
-use crate::{api, exports, sandbox};
+use crate::{api, exports, looks, sandbox};
 
 pub fn run(options: &ServeOptions, config: &Config) -> Result<(), Failure> {
     check(options, config).map_err(Failure::usage)?;
@@ -40,7 +40,9 @@ fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
     config.check_each(|disk| {
         check_reactors(disk, reactors)?;
         check_sockets(disk)?;
-        try_open(disk)
+        let args = disk.clone();
+        let opened = looks::look(&disk.image, looks::LIMIT, move || try_open(&args));
+        opened.with_context(|| format!("disk \"{}\": image", disk.name())).flatten()
     })
 }
 

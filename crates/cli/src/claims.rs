@@ -11,7 +11,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::exports::{self, Claim, Listens};
-use crate::looks;
+use crate::looks::{self, LookError};
 use crate::options::disk::DiskArgs;
 
 /// What tells whether two images are the same.
@@ -22,6 +22,14 @@ pub enum ImageId {
     /// The normalized name of a storage that is not a file, such as an NBD export. It may have no
     /// lock.
     Storage(String),
+}
+
+/// Reason why the identity of an image is not known.
+#[derive(Debug, thiserror::Error)]
+#[error("disk \"{disk}\": image {error}")]
+pub struct ImageError {
+    disk: String,
+    error: LookError,
 }
 
 impl ImageId {
@@ -35,13 +43,13 @@ impl ImageId {
     }
 
     /// Like `of`, but waits at most `limit` for the file system. Returns an error after that.
-    pub fn within(disk: &DiskArgs, limit: Duration) -> Result<Option<Self>, String> {
+    pub fn within(disk: &DiskArgs, limit: Duration) -> Result<Option<Self>, ImageError> {
         if blockyard_image::scheme_of(&disk.image).is_some() {
             return Ok(ImageId::of(disk));
         }
         let args = disk.clone();
         looks::look(&disk.image, limit, move || ImageId::of(&args))
-            .map_err(|e| format!("disk \"{}\": image {e}", disk.name()))
+            .map_err(|error| ImageError { disk: disk.name(), error })
     }
 }
 

@@ -15,7 +15,9 @@ pub mod mistake;
 
 use self::files::Instead;
 use crate::claims::{Claims, ImageId};
+use crate::early;
 use crate::exports;
+use crate::identities::Images;
 use crate::nbd;
 use crate::options::api::{self, ApiArgs};
 use crate::options::disk::DiskArgs;
@@ -95,7 +97,7 @@ impl fmt::Display for Place {
     }
 }
 
-/// Returns the identity of a disk's image: [`ImageId::of`], or what is known of it.
+/// Returns the identity of a disk's image, if it is known.
 type Identify<'a> = &'a dyn Fn(&DiskArgs) -> Option<ImageId>;
 
 #[derive(Debug, thiserror::Error)]
@@ -113,7 +115,7 @@ pub enum ConfigError {
 impl Config {
     /// Returns the configuration of `--config`, or the one that the other options describe.
     pub fn of(options: &ServeOptions) -> anyhow::Result<Self> {
-        Config::identified(options, &ImageId::of)
+        Config::identified(options, &early::identity)
     }
 
     /// Like `of`. `identify`: what tells whether two images are the same.
@@ -156,17 +158,19 @@ impl Config {
 
     /// Reads a configuration file and its folder `conf.d`; see [`files`]. `may_be_empty`: calls of
     /// the API can add disks.
+    #[cfg(test)]
     pub fn read(path: &Path, may_be_empty: bool) -> Result<Self, ConfigError> {
-        Config::read_with(path, may_be_empty, None)
+        Config::read_with(path, may_be_empty, None, &Images::default())
     }
 
-    /// Like `read`, with another text of one file of the folder.
+    /// Like `read`, with another text of one file of the folder. `images`: what is known of images.
     pub fn read_with(
         path: &Path,
         may_be_empty: bool,
         instead: Option<Instead<'_>>,
+        images: &Images,
     ) -> Result<Self, ConfigError> {
-        Config::read_identified(path, may_be_empty, instead, &ImageId::of)
+        Config::read_identified(path, may_be_empty, instead, &|disk| images.known(disk))
     }
 
     fn read_identified(

@@ -10,12 +10,18 @@ use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+/// Longest wait for the file system of an image.
+pub const LIMIT: Duration = Duration::from_secs(10);
+
+/// The same for each further image, when others have used up that time.
+pub const SHORT_LIMIT: Duration = Duration::from_secs(1);
+
 /// Maximum number of late calls. Each keeps a thread.
-const MAX_LATE: usize = 32;
+pub const MAX_LATE: usize = 32;
 
 /// Maximum number of late calls for the files of a folder. The files of a folder are mostly on one
 /// file system, and must leave threads to others.
-const MAX_LATE_OF_FOLDER: usize = 4;
+pub const MAX_LATE_OF_FOLDER: usize = 4;
 
 /// Why a look at a file has no answer.
 #[derive(Debug, thiserror::Error)]
@@ -87,10 +93,14 @@ impl Looks {
             let _ = sender.send(answer);
         };
         let failed = |error| LookError::Thread { path: path.into(), error };
-        std::thread::Builder::new().name("look".into()).spawn(body).map_err(failed)?;
+        let thread = std::thread::Builder::new().name("look".into()).spawn(body).map_err(failed)?;
         let lost = || failed(std::io::Error::other("it has ended"));
         match receiver.recv_timeout(limit) {
-            Ok(answer) => return Ok(answer),
+            Ok(answer) => {
+                // It ends at once.
+                let _ = thread.join();
+                return Ok(answer);
+            }
             Err(RecvTimeoutError::Disconnected) => return Err(lost()),
             Err(RecvTimeoutError::Timeout) => {}
         }

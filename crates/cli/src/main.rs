@@ -21,11 +21,13 @@ mod completions;
 mod config;
 mod ctl;
 mod disks;
+mod early;
 mod events;
 mod exports;
 mod figures;
 mod handover;
 mod holder;
+mod identities;
 mod image;
 mod inherited;
 mod journals;
@@ -61,6 +63,11 @@ use cli::{Cli, Command};
 fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|word| word == blockyard_ring::witness::ARGUMENT) {
         return ExitCode::from(u8::from(sandbox::run_witness().is_err()));
+    }
+    if std::env::args_os().nth(1).is_some_and(|word| word == early::ARGUMENT) {
+        // It ends when the server closes its standard input.
+        let _ = early::run();
+        return ExitCode::SUCCESS;
     }
     if std::env::args_os().nth(1).is_some_and(|word| word == handover::launcher::ARGUMENT) {
         let run = handover::launcher::run(std::env::args_os().skip(2));

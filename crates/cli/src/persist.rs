@@ -15,9 +15,11 @@ use anyhow::Context;
 use blockyard_ring::small_file;
 use toml::{Table, Value};
 
+use crate::book::Entry;
 use crate::config::Config;
 use crate::config::files::{FOLDER, Instead, OF_API};
 use crate::disks;
+use crate::identities::Images;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdArgs;
@@ -31,6 +33,8 @@ pub struct Persistence {
     folder: PathBuf,
     /// Options of the command line, which replace keys of the file.
     nbd: NbdArgs,
+    /// What is known of the images of the files.
+    images: Images,
 }
 
 impl Persistence {
@@ -45,7 +49,12 @@ impl Persistence {
             "persist: folder {} does not exist: create it, and restart the server",
             folder.display()
         );
-        let store = Persistence { config: config.to_path_buf(), folder, nbd: nbd.clone() };
+        let store = Persistence {
+            config: config.to_path_buf(),
+            folder,
+            nbd: nbd.clone(),
+            images: Images::default(),
+        };
         let file = store.path(disk);
         let len = file.file_name().map_or(0, |name| name.len());
         anyhow::ensure!(
@@ -55,9 +64,14 @@ impl Persistence {
         Ok(store)
     }
 
+    /// Does not ask the file systems of these disks, whose images are open.
+    pub fn with_served(self, served: &[Entry]) -> Self {
+        Persistence { images: Images::of(served), ..self }
+    }
+
     /// Returns the keys of a disk in the files as they are now. None: no file has the disk.
     pub fn keys(&self, name: &str) -> anyhow::Result<Option<Table>> {
-        let config = Config::read(&self.config, true)?;
+        let config = Config::read_with(&self.config, true, None, &self.images)?;
         let at = config.disks.iter().position(|disk| disk.name() == name);
         Ok(at.map(|at| config.keys(at)))
     }
@@ -89,7 +103,8 @@ impl Persistence {
         let text = text_of(&of_disk(keys.clone()));
         let instead = Instead { path: &path, text: Some(&text) };
         let refused = "persist: the next start would refuse the configuration";
-        let config = Config::read_with(&self.config, true, Some(instead)).context(refused)?;
+        let config = Config::read_with(&self.config, true, Some(instead), &self.images);
+        let config = config.context(refused)?;
         let args = self.nbd.or(&config.nbd);
         let tls = nbd::Tls::of(args.tls_certificates.as_deref());
         let checked =
@@ -113,7 +128,8 @@ impl Persistence {
         let text = text_of(&without(name));
         let instead = Instead { path: &path, text: Some(&text) };
         // A disk can be removed although another file has a mistake.
-        let Ok(config) = Config::read_with(&self.config, true, Some(instead)) else {
+        let read = Config::read_with(&self.config, true, Some(instead), &self.images);
+        let Ok(config) = read else {
             return Ok(());
         };
         match config.disks.iter().position(|disk| disk.name() == name) {

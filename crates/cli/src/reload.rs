@@ -8,7 +8,6 @@
 
 mod compare;
 
-use std::cell::{Cell, RefCell};
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
@@ -20,9 +19,10 @@ use toml::Table;
 
 use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::{change, changes, describe, inner};
-use crate::claims::{Claims, ImageId};
+use crate::claims::Claims;
 use crate::config::{Config, files};
 use crate::disks::check;
+use crate::identities::Images;
 use crate::options::disk::DiskArgs;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
 use crate::{reopening, sandbox};
@@ -45,10 +45,8 @@ const AT_START: [&str; 12] = [
 ];
 
 /// Longest wait of SIGHUP for the end of another reload or an upgrade, and of a reload for the
-/// sizes of images, and for the file system of a new image.
+/// sizes of images.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// The same for each further image, when others have used up that time.
-const SHORT_PATIENCE: Duration = Duration::from_secs(1);
 const PAUSE: Duration = Duration::from_millis(5);
 
 /// A disk that was closed to be opened again.
@@ -113,8 +111,8 @@ impl Server {
     /// `_only`: no other reload runs.
     fn apply(&self, _only: &MutexGuard<'_, ()>, dry_run: bool) -> anyhow::Result<Reload> {
         let before = self.book.all();
-        let images = Images::default();
-        let identify = |disk: &DiskArgs| images.known(disk, &before);
+        let images = Images::of(&before);
+        let identify = |disk: &DiskArgs| images.known(disk);
         let config = Config::identified(&self.options, &identify)?;
         sandbox::reserve(self.options.config.as_deref());
         self.check_main(&config)?;
@@ -469,39 +467,6 @@ fn conflicts(config: &Config, plan: &Reload, served: &[Entry], images: &Images) 
         Some(FailedDisk { disk: args.name(), error })
     });
     failed.collect()
-}
-
-/// The identities of the images of one reload. A file system that does not answer must delay the
-/// other disks only once, and all such file systems together not for long.
-#[derive(Default)]
-struct Images {
-    waited: Cell<Duration>,
-    /// By the name of the disk.
-    seen: RefCell<HashMap<String, Result<Option<ImageId>, String>>>,
-}
-
-impl Images {
-    /// Returns the identity of a disk's image. That of a served disk is known. [`conflicts`]
-    /// reports a file system that does not answer.
-    fn known(&self, disk: &DiskArgs, served: &[Entry]) -> Option<ImageId> {
-        let is_same = |entry: &&Entry| entry.args.image == disk.image;
-        match served.iter().find(is_same) {
-            Some(entry) => entry.image.clone(),
-            None => self.look(disk).unwrap_or_default(),
-        }
-    }
-
-    fn look(&self, disk: &DiskArgs) -> Result<Option<ImageId>, String> {
-        if let Some(seen) = self.seen.borrow().get(&disk.name()) {
-            return seen.clone();
-        }
-        let began = Instant::now();
-        let limit = PATIENCE.saturating_sub(self.waited.get()).max(SHORT_PATIENCE);
-        let image = ImageId::within(disk, limit);
-        self.waited.set(self.waited.get() + began.elapsed());
-        self.seen.borrow_mut().insert(disk.name(), image.clone());
-        image
-    }
 }
 
 fn summary(done: &anyhow::Result<Reload>) -> What {

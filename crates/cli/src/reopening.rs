@@ -13,6 +13,7 @@ use blockyard_yard::DiskInfo;
 use crate::disks::try_open;
 use crate::exports::{self, Listens};
 use crate::inherited;
+use crate::looks;
 use crate::options::disk::DiskArgs;
 use crate::server::AddError;
 
@@ -27,7 +28,11 @@ pub fn has_overlay(served: &DiskInfo) -> bool {
 /// Returns whether an image is the topmost one of the disk, by this path or another one.
 fn is_top(served: &DiskInfo, image: &Path) -> bool {
     let Some(top) = &served.top else { return false };
-    let id = |path: &Path| std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
+    let id = |path: &Path| {
+        let file = path.to_path_buf();
+        let meta = looks::look(path, looks::LIMIT, move || std::fs::metadata(file).ok());
+        meta.ok().flatten().map(|meta| (meta.dev(), meta.ino()))
+    };
     top == image || id(image).is_some_and(|image| Some(image) == id(top))
 }
 
@@ -67,7 +72,11 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
         Listens::Alone(_) | Listens::Shared(_) => None,
     });
     let failed = failed.or_else(|| crate::sandbox::check(again).err());
-    let failed = failed.or_else(|| try_open(again).err());
+    let failed = failed.or_else(|| {
+        let disk = again.clone();
+        let opened = looks::look(&again.image, looks::LIMIT, move || try_open(&disk));
+        opened.map_err(|e| anyhow::anyhow!("image {e}")).flatten().err()
+    });
     failed.map(|e| format!("{e:#}"))
 }
 

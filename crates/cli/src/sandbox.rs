@@ -5,7 +5,6 @@
 //! that come later need `--allow-folder`. See docs/sandbox.md.
 
 use std::collections::HashSet;
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use anyhow::Context;
@@ -17,9 +16,11 @@ use blockyard_ring::{holders, user};
 use blockyard_storage::target::exec;
 
 use crate::config::{Config, files};
+use crate::early;
 use crate::exports;
 use crate::handover::{Takeover, launcher};
 use crate::journals;
+use crate::looks;
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdArgs;
@@ -109,6 +110,12 @@ fn user_option(name: &str, config: &Config) -> &'static str {
 /// Changes the user and enters the sandbox, as the options say.
 pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     reserve(needs.config_file);
+    let entered = become_confined(args, needs);
+    early::end();
+    entered
+}
+
+fn become_confined(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
     check_folders(args, needs.config).map_err(Failure::usage)?;
     // A directory service may know the user a moment later: a service manager tries again.
     check_user(args, needs.config)?;
@@ -221,8 +228,11 @@ pub fn reserve(config: Option<&Path>) {
 fn check_reserved(disk: &DiskArgs) -> anyhow::Result<()> {
     let name = disk.name();
     let refuse = |what: &str, path: &Path| {
+        let file = path.to_path_buf();
+        let is_reserved = looks::look(path, looks::LIMIT, move || sandbox::is_reserved(&file))
+            .map_err(|e| anyhow::anyhow!("disk \"{name}\": {what} {e}"))?;
         anyhow::ensure!(
-            !sandbox::is_reserved(path),
+            !is_reserved,
             "disk \"{name}\": {what} {}: it belongs to the server's configuration, which no disk \
              may use: choose another place",
             path.display()
@@ -238,28 +248,36 @@ fn check_reserved(disk: &DiskArgs) -> anyhow::Result<()> {
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
     check_reserved(disk)?;
     let name = disk.name();
-    let refused = |what: &str, path: &Path| match sandbox::advice(path) {
-        Some(advice) => {
-            let path = path.display();
+    let refused = |what: &str, path: &Path, advise: fn(&Path) -> Option<String>| {
+        let file = path.to_path_buf();
+        // Links are resolved, so this waits for the file system.
+        let advice = looks::look(path, looks::LIMIT, move || advise(&file))
+            .map_err(|e| anyhow::anyhow!("disk \"{name}\": {what} {e}"))?;
+        let path = path.display();
+        advice.map_or(Ok(()), |advice| {
             Err(anyhow::anyhow!("disk \"{name}\": {what} {path}: {advice}"))
-        }
-        None => Ok(()),
+        })
     };
     // The error about a missing image is better.
-    if let Some(image) = image_of(disk).filter(|image| image.exists()) {
-        refused("image", &image)?;
+    let of_present = |path: &Path| path.exists().then(|| sandbox::advice(path)).flatten();
+    if let Some(image) = image_of(disk) {
+        refused("image", &image, of_present)?;
     }
     // The kernel lets the server read more folders than a disk may name, such as /usr.
-    for folder in local_folders(disk).filter(|folder| folder.exists()) {
-        refused("backing folder", &folder.join("*"))?;
+    let of_content = |path: &Path| {
+        path.parent().is_some_and(Path::exists).then(|| sandbox::advice(path)).flatten()
+    };
+    for folder in local_folders(disk) {
+        refused("backing folder", &folder.join("*"), of_content)?;
     }
+    // A folder of sockets only is enough for a socket.
+    let of_socket =
+        |path: &Path| (!sandbox::may_listen(path)).then(|| sandbox::advice(path)).flatten();
     for socket in exports::sockets(disk) {
-        // A folder of sockets only is enough for a socket.
-        if !sandbox::may_listen(&socket) {
-            refused("socket", &socket)?;
-        }
+        refused("socket", &socket, of_socket)?;
     }
-    exports::controls(disk).try_for_each(|device| refused("device", Path::new(device)))
+    exports::controls(disk)
+        .try_for_each(|device| refused("device", Path::new(device), sandbox::advice))
 }
 
 /// Returns what the server may read of the host's settings, whatever its disks are.
@@ -362,12 +380,12 @@ fn image_of(disk: &DiskArgs) -> Option<PathBuf> {
 }
 
 /// Returns what an image needs: the device itself, or the folders of the file, with and without
-/// links resolved.
+/// links resolved. An image whose file system does not answer has nothing: a rule for its folder
+/// would wait for it.
 fn granted_of(image: &Path) -> Vec<PathBuf> {
-    let real = std::fs::canonicalize(image).unwrap_or_else(|_| image.to_path_buf());
-    let is_device = std::fs::metadata(&real)
-        .is_ok_and(|meta| meta.file_type().is_block_device() || meta.file_type().is_char_device());
-    if is_device { vec![real] } else { vec![folder_of(&real).into(), folder_of(image).into()] }
+    let Some(seen) = early::look(image) else { return Vec::new() };
+    let real = seen.real;
+    if seen.is_device { vec![real] } else { vec![folder_of(&real).into(), folder_of(image).into()] }
 }
 
 /// Returns the folders that the links in a folder lead to: certificates and configuration files are

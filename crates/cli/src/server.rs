@@ -17,6 +17,7 @@ use toml::Table;
 
 use crate::book::{Book, Entry, HeldDisk};
 use crate::changes::{Known, changes};
+use crate::claims::{ImageError, ImageId};
 use crate::disks::{advise, log_end, settings};
 use crate::events::Events;
 use crate::exports::{self, Common};
@@ -24,13 +25,15 @@ use crate::handover::HandOvers;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::unopened::Unopened;
-use crate::{figures, sandbox};
+use crate::{early, figures, sandbox};
 
 /// Reasons why a disk cannot be added.
 #[derive(Debug, thiserror::Error)]
 pub enum AddError {
     #[error("{0}")]
     Conflict(String),
+    #[error(transparent)]
+    Image(ImageError),
     #[error("{0:#}")]
     Open(anyhow::Error),
     #[error(transparent)]
@@ -191,8 +194,10 @@ impl Server {
         keys: Table,
         by_api: bool,
     ) -> Result<Adding<'_>, AddError> {
+        let image = ImageId::within(&args, early::limit(&args.image)).map_err(AddError::Image)?;
         sandbox::check(&args).map_err(AddError::Open)?;
-        let held = self.book.reserve(args.clone(), keys, by_api).map_err(AddError::Conflict)?;
+        let held = self.book.reserve(args.clone(), keys, by_api, image);
+        let held = held.map_err(AddError::Conflict)?;
         let carried = match self.common.handed.take_carried(&args.name()) {
             Ok(carried) => carried,
             Err(e) => {
@@ -460,13 +465,13 @@ mod tests {
         let way = Arc::new(HeldWay(Mutex::new(Some(held))));
         yard.add(settings(&args, vec![way])).unwrap();
         let book = Book::default();
-        book.reserve(args.clone(), keys.clone(), true).unwrap().keep();
+        book.reserve(args.clone(), keys.clone(), true, None).unwrap().keep();
         let taken = book.hold("a").unwrap();
         let Err((taken, late)) = end_within(&yard, taken, Duration::ZERO).unwrap() else {
             panic!("it has ended")
         };
         assert!(matches!(book.hold("a"), Err(HoldError::Busy(_))));
-        assert!(book.reserve(args, keys, true).is_err(), "its image is still in use");
+        assert!(book.reserve(args, keys, true, None).is_err(), "its image is still in use");
         assert_eq!(yard.info("a").unwrap().state, DiskState::Closing);
         drop(hold);
         let (taken, is_flushed) = ended(taken, late.wait()).unwrap();

@@ -185,7 +185,9 @@ impl Server {
     /// Returns where changes are kept, if the caller asks for that.
     pub(super) fn persistence(&self, name: &str, wanted: bool) -> Answer<Option<Persistence>> {
         let (config, nbd) = (self.options.config.as_deref(), &self.options.nbd);
-        let found = wanted.then(|| Persistence::of(config, nbd, name));
+        let found = wanted.then(|| {
+            Persistence::of(config, nbd, name).map(|store| store.with_served(&self.book.all()))
+        });
         found.transpose().map_err(|e| conflict(&e))
     }
 
@@ -315,6 +317,7 @@ impl Operator for Server {
         let added = self.begin_add(args.clone(), table.clone(), true).and_then(Adding::wait_held);
         let held = added.map_err(|e| match e {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
+            AddError::Image(e) => Problem::new(Kind::Busy, e.to_string()),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
             AddError::Yard(e) => words::problem(e),
             e @ AddError::GoesOn { .. } if persist => {

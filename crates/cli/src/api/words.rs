@@ -17,6 +17,7 @@ use toml::Table;
 use crate::book::{Entry, HoldError};
 use crate::config::mistake;
 use crate::handover::NotNow;
+use crate::looks;
 use crate::options::disk::DiskArgs;
 use crate::server::RemoveError;
 
@@ -172,14 +173,15 @@ pub fn check_path(overlay: &str) -> Answer<()> {
         return Err(invalid("overlay", &what));
     }
     let folder = Path::new(overlay).parent().filter(|folder| !folder.as_os_str().is_empty());
-    match folder.filter(|folder| !folder.exists()) {
-        Some(folder) => {
-            let folder = folder.display();
-            let what = format!("{overlay}: its folder {folder} does not exist: create it first");
-            Err(invalid("overlay", &what))
-        }
-        None => Ok(()),
+    let Some(folder) = folder else { return Ok(()) };
+    let path = folder.to_path_buf();
+    let exists = looks::look(folder, looks::LIMIT, move || path.exists());
+    if exists.map_err(|e| Problem::new(Kind::Busy, format!("{overlay}: folder {e}")))? {
+        return Ok(());
     }
+    let folder = folder.display();
+    let what = format!("{overlay}: its folder {folder} does not exist: create it first");
+    Err(invalid("overlay", &what))
 }
 
 pub fn row(disk: DiskInfo) -> DiskRow {

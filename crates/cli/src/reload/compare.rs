@@ -85,7 +85,7 @@ mod tests {
         let book = Book::default();
         let args = |config: &Config| (config.disks[0].clone(), config.keys(0));
         let (args_of_old, keys) = args(&old);
-        book.reserve(args_of_old, keys, false).unwrap().keep();
+        book.reserve(args_of_old, keys, false, None).unwrap().keep();
         let lent = book.hold("a").unwrap().lend();
         // The reload begins while the snapshot runs.
         let before = book.all();
@@ -115,7 +115,7 @@ mod tests {
         let book = Book::default();
         let args = |config: &Config| (config.disks[0].clone(), config.keys(0));
         let (args_of_old, keys) = args(&old);
-        book.reserve(args_of_old, keys, false).unwrap().keep();
+        book.reserve(args_of_old, keys, false, None).unwrap().keep();
         let held = book.hold("a").unwrap();
         let (args_of_new, keys) = args(&new);
         held.set(args_of_new, keys);

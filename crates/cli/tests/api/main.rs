@@ -7,6 +7,7 @@
 //!   command   `blockyard ctl`
 //!   holds     `drain` and `disconnect`
 //!   hung      disks on storage that hangs
+//!   dead      disks on a file system that does not answer
 //!   persist   changes that a restart keeps
 //!   events    the stream of events
 //!   wait      `ctl wait`, which follows that stream
@@ -21,6 +22,7 @@ mod server;
 
 mod calls;
 mod command;
+mod dead;
 mod events;
 mod exposition;
 mod holds;

@@ -35,9 +35,21 @@ impl Server {
         Self::with(folder, &["--config", &file])
     }
 
+    /// The same with the folder `dead` on a file system that does not answer.
+    #[track_caller]
+    pub fn beside_dead(folder: Folder, text: &str) -> Self {
+        configure(&folder, text);
+        let file = folder.join("toml").to_str().unwrap().to_string();
+        Self::run(beside_dead(&folder), folder, &["--config", &file])
+    }
+
     #[track_caller]
     fn with(folder: Folder, options: &[&str]) -> Self {
-        let mut command = Command::new(BLOCKYARD);
+        Self::run(Command::new(BLOCKYARD), folder, options)
+    }
+
+    #[track_caller]
+    fn run(mut command: Command, folder: Folder, options: &[&str]) -> Self {
         command.arg("serve").args(options).arg("--api").arg(folder.join("api"));
         command.arg("--allow-folder").arg(folder.join("."));
         let mut daemon = Daemon::start(&mut command);
@@ -110,6 +122,16 @@ impl Server {
     }
 }
 
-fn configure(folder: &Folder, text: &str) {
+/// Returns the program as a command that sees the folder `dead` on a file system that does not
+/// answer.
+pub fn beside_dead(folder: &Folder) -> Command {
+    let mount = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/api/dead.py");
+    let mut command = Command::new("unshare");
+    command.args(["--user", "--map-root-user", "--mount", "python3", mount]);
+    command.arg(folder.join("dead")).arg(BLOCKYARD);
+    command
+}
+
+pub fn configure(folder: &Folder, text: &str) {
     std::fs::write(folder.join("toml"), text.replace("FOLDER", folder.to_str().unwrap())).unwrap();
 }
