@@ -6,6 +6,8 @@
 //! finds the disk as the call left it: a caller checks that before it changes the disk. A call does
 //! not replace a file in which an operator has put anything else.
 
+mod edit;
+
 use std::fs::{File, Metadata, OpenOptions, Permissions};
 use std::io::{self, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt, fchown};
@@ -76,11 +78,12 @@ impl Persistence {
         Ok(at.map(|at| config.keys(at)))
     }
 
-    /// Returns an error if the disk's file has anything that this module has not written there.
-    fn check_own(&self, name: &str) -> anyhow::Result<()> {
+    /// Returns the text of the disk's file, or `None` if there is no such file. Returns an error if
+    /// it has anything that this module does not write there.
+    fn own_text(&self, name: &str) -> anyhow::Result<Option<String>> {
         let path = self.path(name);
         let text = match small_file::read_text(&path) {
-            Err(e) if e.is_missing() => return Ok(()),
+            Err(e) if e.is_missing() => return Ok(None),
             text => text.context("persist")?,
         };
         let Ok(table) = text.parse::<Table>() else {
@@ -88,19 +91,30 @@ impl Persistence {
         };
         anyhow::ensure!(
             is_own(&table, name),
-            "persist: {} has more than disk \"{name}\", and would be replaced as a whole: move the \
-             rest into another file of that folder",
+            "persist: {} has more than disk \"{name}\": move the rest into another file of that \
+             folder",
             path.display()
         );
-        Ok(())
+        Ok(Some(text))
+    }
+
+    /// Returns the text of the disk's file with these keys.
+    fn with_disk(&self, name: &str, keys: &Table) -> anyhow::Result<String> {
+        let edited = edit::with_disk(self.own_text(name)?.as_deref(), keys);
+        edited.with_context(|| format!("persist: {}", self.path(name).display()))
+    }
+
+    /// Returns the text of the disk's file that removes the disk of earlier files.
+    fn without_disk(&self, name: &str) -> anyhow::Result<String> {
+        let edited = edit::without_disk(self.own_text(name)?.as_deref(), name);
+        edited.with_context(|| format!("persist: {}", self.path(name).display()))
     }
 
     /// Returns an error if the next start would refuse the files with these keys of a disk, or
     /// would not serve the disk with them.
     pub fn check(&self, name: &str, keys: &Table) -> anyhow::Result<()> {
-        self.check_own(name)?;
         let path = self.path(name);
-        let text = text_of(&of_disk(keys.clone()));
+        let text = self.with_disk(name, keys)?;
         let instead = Instead { path: &path, text: Some(&text) };
         let refused = "persist: the next start would refuse the configuration";
         let config = Config::read_with(&self.config, true, Some(instead), &self.images);
@@ -123,9 +137,8 @@ impl Persistence {
     /// Returns an error if the next start would serve a disk although [`Persistence::forget`] has
     /// been called.
     pub fn check_forget(&self, name: &str) -> anyhow::Result<()> {
-        self.check_own(name)?;
         let path = self.path(name);
-        let text = text_of(&without(name));
+        let text = self.without_disk(name)?;
         let instead = Instead { path: &path, text: Some(&text) };
         // A disk can be removed although another file has a mistake.
         let read = Config::read_with(&self.config, true, Some(instead), &self.images);
@@ -143,13 +156,13 @@ impl Persistence {
     }
 
     /// Makes the next start serve a disk with these keys.
-    pub fn keep(&self, name: &str, keys: Table) -> anyhow::Result<()> {
-        self.write(name, &of_disk(keys))
+    pub fn keep(&self, name: &str, keys: &Table) -> anyhow::Result<()> {
+        self.write(name, &self.with_disk(name, keys)?)
     }
 
     /// Prepares to keep the keys of a disk, so that it can be done at once, and taken back without
     /// space on the host.
-    pub fn prepare(&self, name: &str, keys: Table) -> anyhow::Result<Prepared> {
+    pub fn prepare(&self, name: &str, keys: &Table) -> anyhow::Result<Prepared> {
         let path = self.path(name);
         let failed = || format!("persist: preparing {}", path.display());
         let present = match small_file::read(&path) {
@@ -160,7 +173,7 @@ impl Persistence {
         // Drop removes the files after an error.
         let like = attributes(&path).with_context(failed)?;
         let prepared = Prepared { path: path.clone(), replaces: present.is_some() };
-        let new = text_of(&of_disk(keys));
+        let new = self.with_disk(name, keys)?;
         let written = write_durably(&prepared.new_file(), new.as_bytes(), like.as_ref());
         let old = present.map(|text| write_durably(&prepared.old_file(), &text, like.as_ref()));
         written.and(old.unwrap_or(Ok(()))).with_context(failed)?;
@@ -171,7 +184,7 @@ impl Persistence {
     /// disk as before, or not at all: the disk of an earlier file must not come back, because it
     /// may have another image.
     pub fn forget(&self, name: &str) -> anyhow::Result<()> {
-        self.write(name, &without(name))?;
+        self.write(name, &self.without_disk(name)?)?;
         let path = self.path(name);
         let is_in = |config: Config| config.disks.iter().any(|disk| disk.name() == name);
         // With a mistake in another file, the file stays. It does no harm.
@@ -185,9 +198,9 @@ impl Persistence {
         Ok(())
     }
 
-    fn write(&self, name: &str, table: &Table) -> anyhow::Result<()> {
+    fn write(&self, name: &str, text: &str) -> anyhow::Result<()> {
         let path = self.path(name);
-        let replaced = self.replace(&path, &text_of(table));
+        let replaced = self.replace(&path, text);
         replaced.with_context(|| format!("persist: writing {}", path.display()))
     }
 
@@ -268,17 +281,7 @@ impl Drop for Prepared {
     }
 }
 
-fn of_disk(keys: Table) -> Table {
-    let disk = Value::Array(vec![Value::Table(keys)]);
-    Table::from_iter([("disk".to_string(), disk)])
-}
-
-fn without(name: &str) -> Table {
-    let names = Value::Array(vec![name.into()]);
-    Table::from_iter([("remove".to_string(), names)])
-}
-
-/// Returns whether a file has only what [`of_disk`] and [`without`] write for this disk.
+/// Returns whether a file has only keys that [`edit`] writes for this disk.
 fn is_own(file: &Table, name: &str) -> bool {
     let is_disk = |disk: &Value| {
         let args: Result<DiskArgs, _> = disk.clone().try_into();
@@ -289,12 +292,6 @@ fn is_own(file: &Table, name: &str) -> bool {
         ("remove", Value::Array(names)) => names.iter().all(|it| it.as_str() == Some(name)),
         _ => false,
     })
-}
-
-fn text_of(table: &Table) -> String {
-    let header =
-        "# ctl --persist rewrites this file as a whole: put anything else into another one.";
-    format!("{header}\n{table}")
 }
 
 /// Returns the attributes of a file that is to be replaced. None: there is no such file.
@@ -353,14 +350,14 @@ mod tests {
         std::fs::write(&config, "").unwrap();
         let store = Persistence::of(Some(&config), &NbdArgs::default(), "a").unwrap();
         let keys = "name = \"a\"\nimage = \"ram:1M\"\nublk = true\n".parse::<Table>().unwrap();
-        store.keep("a", keys.clone()).unwrap();
+        store.keep("a", &keys).unwrap();
         let file = folder.join(FOLDER).join("90-ctl-a.toml");
         let mode = || std::fs::metadata(&file).unwrap().mode() & 0o7777;
         assert_eq!(mode(), 0o600);
         std::fs::set_permissions(&file, Permissions::from_mode(0o640)).unwrap();
-        store.keep("a", keys.clone()).unwrap();
+        store.keep("a", &keys).unwrap();
         assert_eq!(mode(), 0o640);
-        let prepared = store.prepare("a", keys.clone()).unwrap();
+        let prepared = store.prepare("a", &keys).unwrap();
         prepared.apply().unwrap();
         assert_eq!(mode(), 0o640);
         prepared.take_back().unwrap();
@@ -368,7 +365,7 @@ mod tests {
         store.check("a", &keys).unwrap();
         store.check_forget("a").unwrap();
         let text = std::fs::read_to_string(&file).unwrap();
-        assert!(text.starts_with("# ctl --persist rewrites this file"), "{text}");
+        assert!(text.starts_with(edit::HEADER), "{text}");
         for more in [
             "[group.g]\nweight = 5\n",
             "[[disk]]\nname = \"b\"\nimage = \"ram:1M\"\nublk = true\n",
@@ -400,8 +397,8 @@ mod tests {
         assert!(of(Some(&config), &"x".repeat(243)).is_ok());
         assert!(of(Some(&config), &"x".repeat(244)).is_err());
         let keys = |name: &str, more: &str| (disk(name) + more).parse::<Table>().unwrap();
-        store.keep("b/ c", keys("b/ c", "")).unwrap();
-        store.keep("a", keys("a", "weight = 300\n")).unwrap();
+        store.keep("b/ c", &keys("b/ c", "")).unwrap();
+        store.keep("a", &keys("a", "weight = 300\n")).unwrap();
         assert_eq!(names(&config), [("a".into(), 300), ("b/ c".into(), 100)]);
         store.forget("a").unwrap();
         assert_eq!(names(&config), [("b/ c".into(), 100)]);
@@ -413,7 +410,7 @@ mod tests {
         };
         let before = (names(&config), files());
         for name in ["b/ c", "new"] {
-            let prepare = || store.prepare(name, keys(name, "weight = 9\n")).unwrap();
+            let prepare = || store.prepare(name, &keys(name, "weight = 9\n")).unwrap();
             assert_eq!(names(&config), before.0);
             let prepared = prepare();
             prepared.apply().unwrap();
@@ -425,17 +422,17 @@ mod tests {
             prepare().take_back().unwrap();
             assert_eq!((names(&config), files()), before);
         }
-        let prepared = store.prepare("b/ c", keys("b/ c", "weight = 9\n")).unwrap();
+        let prepared = store.prepare("b/ c", &keys("b/ c", "weight = 9\n")).unwrap();
         prepared.apply().unwrap();
         drop(prepared);
         assert_eq!((names(&config), files()), (vec![("b/ c".into(), 9)], before.1));
         store.forget("b/ c").unwrap();
         let left: Vec<_> = std::fs::read_dir(folder.join(FOLDER)).unwrap().flatten().collect();
         assert_eq!(left.len(), 1, "the main file has the first disk: {left:?}");
-        store.keep("a", keys("a", "")).unwrap();
+        store.keep("a", &keys("a", "")).unwrap();
         assert_eq!(names(&config), [("a".into(), 100)]);
         // A mistake in another file: the disk of the main file does not come back.
-        store.keep("a", keys("a", "weight = 300\n")).unwrap();
+        store.keep("a", &keys("a", "weight = 300\n")).unwrap();
         let wrong = folder.join(FOLDER).join("99.toml");
         std::fs::write(&wrong, "no TOML").unwrap();
         store.forget("a").unwrap();

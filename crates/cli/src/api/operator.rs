@@ -329,7 +329,7 @@ impl Operator for Server {
         })?;
         // While the disk is held, no other call changes its file.
         let kept = store.map_or(Ok(()), |store| {
-            store.keep(&name, table)?;
+            store.keep(&name, &table)?;
             self.book.adopt(&[args]);
             Ok(())
         });
@@ -397,7 +397,7 @@ impl Operator for Server {
         }
         let kept = store.zip(kept).map_or(Ok(()), |(store, kept)| {
             held.note_kept();
-            store.keep(name, kept)?;
+            store.keep(name, &kept)?;
             self.book.adopt(&[args]);
             Ok(())
         });

@@ -161,7 +161,7 @@ impl Server {
         let keys = store.keys(name).map_err(failed)?.unwrap_or_else(|| held.entry().keys);
         let keys = kept.named(keys);
         store.check(name, &keys).map_err(failed)?;
-        let prepared = store.prepare(name, keys);
+        let prepared = store.prepare(name, &keys);
         let prepared = prepared.map_err(|e| Problem::new(Kind::Failed, format!("{e:#}")))?;
         let failed = |e| Problem::new(Kind::Failed, format!("persist: no thread can start: {e}"));
         *kept.file() = Some(FileWriter::start(prepared).map_err(failed)?);

@@ -88,6 +88,23 @@ fn a_restart_keeps_what_was_persisted_and_nothing_else() {
 }
 
 #[test]
+fn a_call_keeps_the_comments_of_the_file_that_it_changes() {
+    let server = start();
+    ctl(&server, &["set", "--persist", "a", "weight=300"]).good();
+    let file = server.folder.join("conf.d/90-ctl-a.toml");
+    let text = std::fs::read_to_string(&file).unwrap();
+    let text = text.replace("weight = 300", "# Twice the usual.\nweight  =  300 # ask Ada");
+    std::fs::write(&file, text.clone() + "# The end.\n").unwrap();
+    ctl(&server, &["set", "--persist", "a", "iops=100"]).good();
+    let expected = text.clone() + "iops = 100\n# The end.\n";
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), expected);
+    ctl(&server, &["set", "--persist", "a", "iops=", "weight=200"]).good();
+    let expected = text.replace("300", "200") + "# The end.\n";
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), expected);
+    assert_eq!(weight(&restarted(server), "a"), 200);
+}
+
+#[test]
 fn a_call_keeps_its_own_values_and_not_those_of_earlier_calls() {
     let server = start();
     server.configure(&format!("{MAIN}bps = 5000\n"));
