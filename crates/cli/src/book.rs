@@ -39,6 +39,9 @@ pub struct Entry {
     /// Number of the disk in the order of arrival.
     arrival: u64,
     is_held: bool,
+    /// Whether the disk is held until it is open. What it continues of another server is in
+    /// [`crate::exports::HandedExports`] until then.
+    pub is_opening: bool,
 }
 
 #[derive(Default)]
@@ -81,8 +84,9 @@ impl Book {
         let mut entries = self.entries();
         entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
-        let (arrival, is_held, jobs, kept) = (entries.arrivals, true, 0, 0);
-        let entry = Entry { args, keys, by_api, image, jobs, kept, arrival, is_held };
+        let (arrival, is_held, is_opening, jobs, kept) = (entries.arrivals, true, true, 0, 0);
+        let entry =
+            Entry { args, keys, by_api, image, jobs, kept, arrival, is_held, is_opening };
         entries.all.insert(name.clone(), entry);
         Ok(HeldDisk { book: self, name, is_leaving: true })
     }
@@ -174,6 +178,11 @@ impl HeldDisk<'_> {
         name
     }
 
+    /// Notes that the disk is being opened again.
+    pub fn opens(&self) {
+        self.with(|entry| entry.is_opening = true);
+    }
+
     /// Keeps a disk that is served now.
     pub fn keep(mut self) {
         self.is_leaving = false;
@@ -195,7 +204,7 @@ impl Drop for HeldDisk<'_> {
         let mut entries = self.book.entries();
         if !self.is_leaving {
             if let Some(entry) = entries.all.get_mut(&self.name) {
-                entry.is_held = false;
+                (entry.is_held, entry.is_opening) = (false, false);
             }
         } else if let Some(entry) = entries.all.remove(&self.name) {
             entries.claims.remove(&entry.args, entry.image);

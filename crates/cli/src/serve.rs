@@ -256,7 +256,9 @@ impl Server {
                     anyhow::ensure!(xen.watch.is_empty(), why);
                     self.open_sockets(config, Some(takeover))
                 })?;
-                self.add_new(&takeover.run(self, config)?, takeover);
+                let remaining = takeover.run(self, config)?;
+                self.add_unopened(remaining.unopened);
+                self.add_new(&remaining.added, takeover);
                 sockets
             }
         };
@@ -335,6 +337,17 @@ impl Server {
         let control = self.options.control.as_deref();
         let control = control.map(|path| Control::open(path, handed)).transpose()?;
         Ok(Sockets { api, control })
+    }
+
+    /// Begins to open the disks that the previous server had not opened. Their storage may not
+    /// answer, so nothing waits for them.
+    fn add_unopened(&self, disks: Vec<(DiskArgs, Table, bool)>) {
+        for (args, keys, by_api) in disks {
+            match self.begin_add(args, keys, by_api) {
+                Ok(adding) => adding.later(),
+                Err(e) => tracing::error!("{:#}", anyhow::Error::from(e)),
+            }
+        }
     }
 
     /// Adds the disks that the previous server did not have. Logs errors. Under another name it may

@@ -120,6 +120,11 @@ impl<'a> Adding<'a> {
         self.wait_within(STORAGE_TIME, || false)
     }
 
+    /// Lets the disk be served when it is open, without a wait.
+    pub fn later(self) {
+        self.server.add_later(self.held, self.pending);
+    }
+
     /// Like `wait_held`, with another limit. `is_stopped`: whether the wait ends at once, because
     /// the server does.
     pub fn wait_within(
@@ -231,6 +236,8 @@ impl Server {
                     server.unopened.clear(&disk);
                     tracing::info!(disk, "it is served now");
                 }
+                // This server ends, or another one opens the disk.
+                Err(AddError::Yard(YardError::Closing)) => drop(held.lend()),
                 Err(e) => {
                     let Entry { args, by_api, .. } = held.entry();
                     held.remove();

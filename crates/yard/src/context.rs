@@ -8,6 +8,7 @@ use blockyard_image::SharedImages;
 
 use crate::jobs::Jobs;
 use crate::observer::{Event, Observer};
+use crate::openings::Openings;
 use crate::shares::Shares;
 
 /// State that all commands use.
@@ -20,6 +21,8 @@ pub(crate) struct Context {
     pub observer: Option<Arc<dyn Observer>>,
     /// Whether the yard is closing. If so, no disk is added.
     pub is_closing: AtomicBool,
+    /// Disks whose exports start, or wait for the end of a hand-over.
+    pub openings: Arc<Openings>,
 }
 
 impl Context {

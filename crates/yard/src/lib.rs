@@ -10,6 +10,7 @@
 //!   observer  events, for programs that follow them
 //!   job       snapshot, commit and stream, which run for long; jobs: all of them
 //!   obstacle  why a disk cannot be handed over
+//!   openings  holds disks back that are being opened, during a hand-over
 //!   context   what all commands use
 //!   state     the state of a disk
 //! ```
@@ -32,6 +33,7 @@ mod jobs;
 mod keeper;
 mod observer;
 mod obstacle;
+mod openings;
 mod sample;
 mod served;
 mod settings;
@@ -44,6 +46,7 @@ pub use job::{Job, JobKind, JobState};
 pub use keeper::DiskInfo;
 pub use observer::{Event, Observer, Resized};
 pub use obstacle::Obstacle;
+pub use openings::HeldOpenings;
 pub use sample::{DiskSample, ReactorSample, Sample, SampleError};
 pub use served::{Change, Ended, HandedDisk, Report};
 pub use settings::{Activation, DiskSettings, Way, WayError};

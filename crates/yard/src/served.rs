@@ -20,6 +20,7 @@ use crate::context::Context;
 use crate::error::YardError;
 use crate::observer::{Event, Resized};
 use crate::obstacle::Obstacle;
+use crate::openings::Starting;
 use crate::settings::{Activation, DiskSettings};
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
@@ -114,13 +115,13 @@ impl Exports {
 }
 
 impl ServedDisk {
-    /// Opens the image and starts the exports. After an error no export and no lock on the image
-    /// remains.
+    /// Opens the image and starts the exports, as soon as no hand-over runs. After an error no
+    /// export and no lock on the image remains.
     pub fn open(
         mut settings: DiskSettings,
         context: &Context,
         opener: &Opener,
-    ) -> Result<Self, YardError> {
+    ) -> Result<(Self, Starting), YardError> {
         let Context { shares, images, .. } = context;
         settings.image.shared = Some(images.clone());
         let first = first_options(&settings);
@@ -140,6 +141,7 @@ impl ServedDisk {
             }
             disk.continue_from(&carried);
         }
+        let starting = context.openings.begin().ok_or(YardError::Closing)?;
         let ways: Vec<_> = settings.ways.iter().map(|way| way.describe()).collect();
         if let Some(observer) = &context.observer {
             disk.observe(observer.clone());
@@ -162,7 +164,7 @@ impl ServedDisk {
             ways.join(" and ")
         );
         let exports = Exports(Arc::new(Mutex::new(exports)));
-        Ok(ServedDisk { settings, disk, exports })
+        Ok((ServedDisk { settings, disk, exports }, starting))
     }
 
     /// Ends the jobs and the exports, then flushes and closes the image.

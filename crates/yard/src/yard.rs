@@ -19,6 +19,7 @@ use crate::job::{Job, JobKind};
 use crate::jobs::Jobs;
 use crate::keeper::{Answer, DiskInfo, Keeper, Message, Operation};
 use crate::observer::{Observer, Resized};
+use crate::openings::{HeldOpenings, Starting};
 use crate::sample::{self, Sample, SampleError};
 use crate::served::{Change, Ended, Exports, HandedDisk, Report, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
@@ -63,7 +64,8 @@ impl Yard {
         let (messages, receiver) = mpsc::channel();
         let (jobs, images) = (Jobs::new(observer.clone()), SharedImages::default());
         let is_closing = AtomicBool::new(false);
-        let context = Context { reactors, shares, images, jobs, observer, is_closing };
+        let openings = Arc::default();
+        let context = Context { reactors, shares, images, jobs, observer, is_closing, openings };
         let context = Arc::new(context);
         let keeper = Keeper::new(context.clone(), messages.clone());
         std::thread::Builder::new()
@@ -107,7 +109,15 @@ impl Yard {
         let operation: Operation = Box::new(move |context, opener, disk| match disk {
             Some(disk) => (Some(disk), answer(Err(YardError::NameTaken { disk: named }))),
             None => match open(context, opener, named, settings) {
-                Ok(disk) => (Some(disk), answer(Ok(()))),
+                Ok((disk, starting)) => {
+                    let answer = answer(Ok(()));
+                    // The table has the disk when the answer runs.
+                    let answer = move || {
+                        drop(starting);
+                        answer();
+                    };
+                    (Some(disk), Box::new(answer))
+                }
                 Err(e) => (None, answer(Err(e))),
             },
         });
@@ -166,6 +176,12 @@ impl Yard {
         });
         self.send(name.into(), DiskState::Closing, operation);
         Pending(receiver)
+    }
+
+    /// Holds disks back that are being opened: until the end of the returned value none of them
+    /// begins to be served. None: exports start already, and take longer than `limit`.
+    pub fn hold_openings(&self, limit: Duration) -> Option<HeldOpenings> {
+        self.0.context.openings.hold(limit)
     }
 
     /// Starts what the first disk would start: a guest that waits for a hand-over waits less.
@@ -471,7 +487,7 @@ fn open(
     opener: &Opener,
     name: String,
     settings: impl FnOnce() -> Result<DiskSettings, WayError>,
-) -> Result<ServedDisk, YardError> {
+) -> Result<(ServedDisk, Starting), YardError> {
     let settings = DiskSettings { name, ..settings().map_err(YardError::Settings)? };
     if context.is_closing.load(Ordering::SeqCst) {
         return Err(YardError::Closing);

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, LocalDisk, SnapshotOptions};
 use blockyard_export::{Client, Export, Reactors};
@@ -440,7 +440,28 @@ fn commands_for_a_served_disk_do_not_wait_for_images_that_open_slowly() {
         let size = asked.refresh("served").unwrap();
         sender.send((size, asked.report("served").unwrap().clients))
     });
-    let answered = receiver.recv_timeout(std::time::Duration::from_secs(60));
+    let answered = receiver.recv_timeout(Duration::from_secs(60));
     drop(held);
     assert_eq!(answered, Ok((None, vec![Client::described("client of served".into())])));
+}
+
+/// A hand-over must not find a disk between its opening and its service.
+#[test]
+fn a_disk_that_is_opened_during_a_hold_begins_afterwards_or_never() {
+    let stage = Stage::new("openings");
+    let yard = &stage.yard;
+    let held = yard.hold_openings(Duration::ZERO).unwrap();
+    let first = yard.begin_add(disk("a", "ram:1M", vec![stage.way("a")]));
+    // A command for the disk waits behind its addition.
+    let refreshed = yard.begin_refresh("a");
+    assert_eq!(stage.states(), [("a".into(), DiskState::Opening)]);
+    assert!(stage.events().is_empty(), "{:?}", stage.events());
+    drop(held);
+    first.wait().unwrap();
+    assert_eq!(refreshed.wait().unwrap(), None);
+    let held = yard.hold_openings(Duration::from_secs(60)).unwrap();
+    let second = yard.begin_add(disk("b", "ram:1M", vec![stage.way("b")]));
+    held.for_good();
+    assert!(matches!(second.wait(), Err(YardError::Closing)));
+    assert_eq!(stage.states(), [("a".into(), DiskState::Serving)]);
 }

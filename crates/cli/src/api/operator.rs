@@ -300,7 +300,7 @@ impl Operator for Server {
     }
 
     fn add(&self, keys: Object, persist: bool) -> Answer<Disk> {
-        let _no_upgrade = self.exclude_upgrades()?;
+        let no_upgrade = self.exclude_upgrades()?;
         let (args, table) = words::disk(keys)?;
         check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
         self.check_group(&args)?;
@@ -314,8 +314,11 @@ impl Operator for Server {
         if let Some(store) = &store {
             store.check(&name, &table).map_err(|e| conflict(&e))?;
         }
-        let added = self.begin_add(args.clone(), table.clone(), true).and_then(Adding::wait_held);
-        let held = added.map_err(|e| match e {
+        let adding = self.begin_add(args.clone(), table.clone(), true);
+        // An upgrade leaves a disk whose storage hangs to the new server. The call itself must end
+        // before an upgrade only if it changes the configuration.
+        let _no_upgrade = Some(no_upgrade).filter(|_| persist);
+        let held = adding.and_then(Adding::wait_held).map_err(|e| match e {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
             AddError::Image(e) => Problem::new(Kind::Busy, e.to_string()),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),

@@ -1,6 +1,8 @@
 //! Exports that another server has handed over, until this one continues or ends them.
 
 use std::collections::HashMap;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 
 use blockyard_export::Handed;
@@ -26,10 +28,21 @@ impl HandedExports {
         all.remove(&(disk.into(), kind.into()))
     }
 
-    /// Drops what nothing has taken, closes its connections, and removes what is kept of it for
-    /// later servers.
-    pub fn clear(&self) {
-        self.drop_kept(|_| true);
+    /// Returns copies of the exports of a disk that nothing has taken, each with its kind.
+    pub fn copies(&self, disk: &str) -> io::Result<Vec<(String, Parcel)>> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let of_disk = all.iter().filter(|((name, _), _)| name == disk);
+        let copy = |((_, kind), (parcel, _)): (&(String, String), &(Parcel, Before))| {
+            let fds = parcel.fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+            Ok((kind.clone(), Parcel { bytes: parcel.bytes.clone(), fds }))
+        };
+        of_disk.map(copy).collect()
+    }
+
+    /// Drops what nothing has taken, except for these disks. Closes its connections, and removes
+    /// what is kept of it for later servers.
+    pub fn clear(&self, except: &[String]) {
+        self.drop_kept(|name| except.iter().all(|disk| disk != name));
     }
 
     /// Ends the exports of a disk that no server may serve any more. Like `clear` for one disk.

@@ -9,18 +9,19 @@
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
-use anyhow::bail;
-use blockyard_disk::Carried;
+use anyhow::{Context, bail};
+use blockyard_disk::{Carried, Source};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Handed, keeper};
 use blockyard_ring::parcel::Parcel;
 use blockyard_storage::target::exec;
 use blockyard_yard::{DiskSettings, HandedDisk, Pending, YardError};
 
-use super::{CARRIED, KEPT, PROGRAM};
+use super::{CARRIED, KEPT, NotNow, PROGRAM};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
+use crate::options::disk::DiskArgs;
 use crate::server::Server;
 
 /// How long a disk waits for other processes that have locked its image.
@@ -64,13 +65,8 @@ impl<'a> Away<'a> {
         let program = handed.program.map(|program| {
             exports.extend(program.map(|parcel| Handed { kind: PROGRAM, parcel }));
         });
-        let key = |handed: &Handed| format!("{}:{disk}", handed.kind);
-        let kept = exports.iter().map(key).filter_map(|key| Some((keeper::stored(&key)?, key)));
-        let kept: HashMap<_, _> = kept.map(|(name, key)| (key, name)).collect();
-        if !kept.is_empty() {
-            let bytes = serde_json::to_vec(&kept).unwrap_or_default();
-            exports.push(Handed { kind: KEPT, parcel: Parcel { bytes, fds: Vec::new() } });
-        }
+        let kept = kept(&disk, exports.iter().map(|handed| handed.kind));
+        exports.extend(kept.map(|parcel| Handed { kind: KEPT, parcel }));
         Ok((Away { held, exports, since, pause: None }, program))
     }
 
@@ -87,6 +83,7 @@ impl<'a> Away<'a> {
             }
             handed.put(&name, kind, parcel, Before::Died);
         }
+        held.opens();
         let carried = handed.take_carried(&name).unwrap_or_else(|e| {
             tracing::error!("its statistics begin at zero: {e:#}");
             None
@@ -98,6 +95,31 @@ impl<'a> Away<'a> {
         let pending = server.yard.begin_add(settings.clone());
         Back { held, settings, pending }
     }
+}
+
+/// Returns the parcel with the names of a disk's exports in systemd's store, if they are there.
+fn kept<'a>(disk: &str, kinds: impl Iterator<Item = &'a str>) -> Option<Parcel> {
+    let keys = kinds.map(|kind| format!("{kind}:{disk}"));
+    let kept: HashMap<_, _> = keys.filter_map(|key| Some((keeper::stored(&key)?, key))).collect();
+    let kept: HashMap<_, _> = kept.into_iter().map(|(name, key)| (key, name)).collect();
+    let bytes = (!kept.is_empty()).then(|| serde_json::to_vec(&kept).unwrap_or_default());
+    bytes.map(|bytes| Parcel { bytes, fds: Vec::new() })
+}
+
+/// Returns what a disk continues of an earlier server, for the new one: each parcel with its kind.
+/// This server has not opened the disk, so it is left to the new one.
+pub fn unopened(server: &Server, args: &DiskArgs) -> anyhow::Result<Vec<(String, Parcel)>> {
+    let disk = args.name();
+    if Source::scheme_of(&args.image).is_some_and(|(scheme, name)| scheme.program(name).is_some()) {
+        let what = format!("disk \"{disk}\" waits for its program: try again when it is served");
+        return Err(NotNow(what).into());
+    }
+    let copies = server.common.handed.copies(&disk);
+    let mut copies =
+        copies.with_context(|| format!("copying the connections of disk \"{disk}\""))?;
+    let kept = kept(&disk, copies.iter().map(|(kind, _)| kind.as_str()));
+    copies.extend(kept.map(|parcel| (KEPT.into(), parcel)));
+    Ok(copies)
 }
 
 /// A disk that is being served again.

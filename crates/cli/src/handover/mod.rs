@@ -15,7 +15,7 @@
 //!   reads messages, accepts clients
 //! ```
 //! `old` and `new` are the two sides. `away` is a disk on its way. `launcher` starts the new server
-//! for one in a sandbox.
+//! for one in a sandbox. `control` waits for new servers that something else has started.
 //!
 //! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
@@ -23,11 +23,14 @@
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata
 //!   are in the journals.
 //! - Each wait has a limit.
+//! - A disk that is still being opened delays no hand-over. The old server does not begin to serve
+//!   it meanwhile, and the new one opens it after `Serves`.
 //! - The program of an `exec:` image notices nothing: its connection and its process move.
 //! - A disk's counters go on, and its limits hold across the hand-over (`blockyard_disk::Carried`).
 //! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
 mod away;
+mod control;
 pub mod launcher;
 mod new;
 mod old;
@@ -48,9 +51,10 @@ use toml::Table;
 
 use crate::exports::HandedExports;
 
+pub use control::Control;
 pub use launcher::own_binary;
 pub use new::{Takeover, inherited_connection};
-pub use old::{Control, HandOvers, NotNow, upgrade};
+pub use old::{HandOvers, NotNow, upgrade};
 
 /// Version of the messages. A change that the other side would misread needs a new number.
 const FORMAT: u32 = 1;
@@ -79,6 +83,9 @@ enum FromNew {
         /// Whether the new server can continue the program of an `exec:` image.
         #[serde(default, skip_serializing_if = "std::ops::Not::not")]
         programs: bool,
+        /// Whether the new server opens a disk by itself that the old one has not opened yet.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        unopened: bool,
     },
     Took {
         disk: String,
@@ -107,6 +114,10 @@ enum FromOld {
     },
     Given {
         exports: Vec<String>,
+        /// The old server has not opened the disk. The new one opens it after the hand-over, and
+        /// sends no `Took`.
+        #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+        unopened: bool,
     },
     Commit,
 }
@@ -193,7 +204,7 @@ mod tests {
         assert_eq!((new.len(), old.len()), (5, 3));
         for (recorded, ours) in new.iter().zip([
             FromNew::Hello { format: FORMAT, version: "0.2.0".into() },
-            FromNew::Take { disk: "web".into(), programs: false },
+            FromNew::Take { disk: "web".into(), programs: false, unopened: false },
             FromNew::Took { disk: "web".into() },
             FromNew::Ready,
             FromNew::Serves,
@@ -206,7 +217,7 @@ mod tests {
         let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
         for (recorded, ours) in old.into_iter().zip([
             FromOld::Welcome { version: "0.2.0".into(), disks, sockets, state_folder: None },
-            FromOld::Given { exports },
+            FromOld::Given { exports, unopened: false },
             FromOld::Commit,
         ]) {
             assert_eq!(recorded, serde_json::to_value(ours).unwrap());

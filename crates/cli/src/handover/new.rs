@@ -36,6 +36,17 @@ pub struct Takeover {
     sockets: HashMap<String, Parcel>,
 }
 
+/// A disk, its keys, and whether no configuration file has it.
+type Wanted = (DiskArgs, Table, bool);
+
+/// The disks that a new server opens by itself, after the hand-over.
+pub struct Remaining {
+    /// The old server does not have them.
+    pub added: Vec<(DiskArgs, Table)>,
+    /// The old server has not opened them.
+    pub unopened: Vec<Wanted>,
+}
+
 impl Takeover {
     /// Reports to the old server why this one cannot start.
     pub fn refuse(control: &Path, why: &anyhow::Error) {
@@ -129,14 +140,10 @@ impl Takeover {
         custody::set(Custody::Gone);
     }
 
-    /// Takes the disks over, and becomes the owner of their connections. Returns the disks of the
-    /// configuration that the old server does not have. After an error the old server goes on with
-    /// all disks, and this process must end.
-    pub fn run(
-        &mut self,
-        server: &Server,
-        config: &Config,
-    ) -> anyhow::Result<Vec<(DiskArgs, Table)>> {
+    /// Takes the disks over, and becomes the owner of their connections. Returns the disks that
+    /// this server opens by itself. After an error the old server goes on with all disks, and this
+    /// process must end.
+    pub fn run(&mut self, server: &Server, config: &Config) -> anyhow::Result<Remaining> {
         let mut nbd = server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         for (name, parcel) in self.sockets.extract_if(|name, _| name.starts_with(NBD)) {
             nbd.continue_on(&name[NBD.len()..], parcel);
@@ -151,11 +158,7 @@ impl Takeover {
         taken
     }
 
-    fn take_all(
-        &mut self,
-        server: &Server,
-        config: &Config,
-    ) -> anyhow::Result<Vec<(DiskArgs, Table)>> {
+    fn take_all(&mut self, server: &Server, config: &Config) -> anyhow::Result<Remaining> {
         server.yard.prepare().context("preparing to take disks over")?;
         let (mut wanted, mut others) = (Vec::new(), Vec::new());
         for (at, args) in config.disks.iter().enumerate() {
@@ -180,8 +183,9 @@ impl Takeover {
         }
         // Clients that wait for the end of the hand-over must not wait for other disks.
         wanted.sort_by_key(|(args, ..)| exports::is_handed_last(args));
-        for (args, keys, by_api) in wanted {
-            self.take(server, args, keys, by_api)?;
+        let mut unopened = Vec::new();
+        for disk in wanted {
+            unopened.extend(self.take(server, disk)?);
         }
         self.peer.send(&FromNew::Ready).context(TALKING)?;
         match self.peer.receive().context("waiting for the old server's consent")? {
@@ -204,9 +208,10 @@ impl Takeover {
         exec::end_unused();
         custody::set(Custody::Owner);
         // What no export has taken ends with the old server.
-        server.common.handed.clear();
+        let names: Vec<_> = unopened.iter().map(|(args, ..)| args.name()).collect();
+        server.common.handed.clear(&names);
         server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
-        Ok(others)
+        Ok(Remaining { added: others, unopened })
     }
 
     /// Returns whether the old server's process does not end within `limit`.
@@ -220,19 +225,17 @@ impl Takeover {
         self.sockets.into_values().for_each(|parcel| drop(Listener::from_parcel(parcel)));
     }
 
-    fn take(
-        &self,
-        server: &Server,
-        args: DiskArgs,
-        keys: Table,
-        by_api: bool,
-    ) -> anyhow::Result<()> {
+    /// Takes a disk over. Returns it if the old server has not opened it.
+    fn take(&self, server: &Server, disk: Wanted) -> anyhow::Result<Option<Wanted>> {
+        let (args, keys, by_api) = disk;
         let name = args.name();
-        let take = FromNew::Take { disk: name.clone(), programs: true };
+        let take = FromNew::Take { disk: name.clone(), programs: true, unopened: true };
         self.peer.send(&take).context(TALKING)?;
         let mut missing = None;
-        match self.peer.receive().context(TALKING)? {
-            FromOld::Given { exports } => {
+        let is_open = match self.peer.receive().context(TALKING)? {
+            FromOld::Given { exports, unopened } => {
+                // Another server has died, or has given such a disk back.
+                let before = if unopened { Before::Died } else { Before::Drained };
                 for kind in exports {
                     missing = missing.or(exports::missing(&args, &kind));
                     let parcel = self.peer.receive_parcel().context(TALKING)?;
@@ -242,21 +245,26 @@ impl Takeover {
                     } else if kind == PROGRAM {
                         exec::continue_from(parcel, false)?;
                     } else {
-                        server.common.handed.put(&name, &kind, parcel, Before::Drained);
+                        server.common.handed.put(&name, &kind, parcel, before);
                     }
                 }
+                !unopened
             }
             FromOld::Refused { what } => bail!("{what}"),
             other => bail!("the old server sent {other:?}"),
-        }
+        };
         if let Some(option) = missing {
             bail!(
                 "disk \"{name}\" has its device, but no {option} any more: an upgrade cannot change \
                  that"
             );
         }
+        if !is_open {
+            return Ok(Some((args, keys, by_api)));
+        }
         server.add(args, keys, by_api)?;
-        self.peer.send(&FromNew::Took { disk: name }).context(TALKING)
+        self.peer.send(&FromNew::Took { disk: name }).context(TALKING)?;
+        Ok(None)
     }
 }
 

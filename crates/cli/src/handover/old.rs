@@ -2,13 +2,13 @@
 
 use std::io;
 use std::net::Shutdown;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{
-    Arc, Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
     TryLockError,
 };
 use std::time::{Duration, Instant};
@@ -19,18 +19,17 @@ use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
 use blockyard_disk::SnapshotOptions;
 use blockyard_export::custody::{self, Custody};
-use blockyard_export::{Listener, keeper};
-use blockyard_ring::host;
+use blockyard_export::keeper;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
 use blockyard_storage::Program;
-use blockyard_yard::{Job, JobKind, JobState};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use blockyard_yard::{DiskState, HeldOpenings, Job, JobKind, JobState};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::away::Away;
 
 use super::{FORMAT, FromNew, FromOld, NBD, Offered, OfferedProgram, Peer, away, launcher};
+use crate::book::{HeldDisk, HoldError};
 use crate::server::Server;
 use crate::{holder, journals, supervisor};
 
@@ -50,7 +49,7 @@ const CALLS_PAUSE: Duration = Duration::from_millis(5);
 /// Why a hand-over cannot begin, or a disk cannot be given, at this moment.
 #[derive(Debug, thiserror::Error)]
 #[error("{0}")]
-pub struct NotNow(String);
+pub struct NotNow(pub(super) String);
 
 /// Returns a copy of a listening socket for the next server.
 type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
@@ -143,14 +142,16 @@ impl HandOvers {
 
 /// What excludes another hand-over, reloads, and calls that change disks or the configuration. It
 /// begins before the new server reads the configuration. The last field is dropped last.
-struct Alone<'a> {
+pub struct Alone<'a> {
+    /// Disks that are being opened. Only storage that hangs does that beside the other locks.
+    openings: Option<HeldOpenings>,
     _changes: RwLockWriteGuard<'a, ()>,
     _reloading: MutexGuard<'a, ()>,
     _only: MutexGuard<'a, ()>,
 }
 
 impl<'a> Alone<'a> {
-    fn of(server: &'a Server) -> Result<Self, NotNow> {
+    pub fn of(server: &'a Server) -> Result<Self, NotNow> {
         let _only = match server.hand_overs.only.try_lock() {
             Ok(only) => only,
             Err(TryLockError::Poisoned(only)) => only.into_inner(),
@@ -168,7 +169,10 @@ impl<'a> Alone<'a> {
                 job.disk()
             )));
         }
-        Ok(Alone { _changes, _reloading, _only })
+        let openings = server.yard.hold_openings(CALLS_TIME);
+        let what = "the exports of a disk have not started: try again later";
+        let openings = Some(openings.ok_or_else(|| NotNow(what.into()))?);
+        Ok(Alone { openings, _changes, _reloading, _only })
     }
 }
 
@@ -187,26 +191,31 @@ struct HandOver<'a> {
     pid: Pid,
     version: String,
     away: Vec<Away<'a>>,
+    /// Disks that this server has not opened, and the new one will open.
+    unopened: Vec<String>,
+    openings: Option<HeldOpenings>,
     /// This server has started the new one.
     is_ours: bool,
 }
 
 /// Hands all disks over to the process at the other end of `stream`. After an error this server
 /// serves them. `is_ours`: this server has started that process, and must end it after an error.
-fn hand_over(
+pub fn hand_over(
     server: &Server,
     stream: UnixStream,
     pid: i32,
     is_ours: bool,
-    alone: Alone<'_>,
+    mut alone: Alone<'_>,
 ) -> anyhow::Result<Upgraded> {
     let peer = Peer(stream);
     let (pid, process) = watch(pid).inspect_err(|e| refuse(&peer, e))?;
     // Before the new server has anything of this one.
     keeper::announce_taker(Some(pid));
     server.events.publish(What::HandOverBegun);
+    let (openings, version, away, unopened) =
+        (alone.openings.take(), String::new(), vec![], vec![]);
     let mut hand_over =
-        HandOver { server, peer, process, pid, version: String::new(), away: vec![], is_ours };
+        HandOver { server, peer, process, pid, version, away, unopened, openings, is_ours };
     let outcome = hand_over.run();
     match &outcome {
         Ok(done) => {
@@ -223,6 +232,7 @@ fn hand_over(
             // The new server must not believe any more that this one will leave.
             let _ = hand_over.peer.0.shutdown(Shutdown::Both);
             holder::announce();
+            drop(hand_over.openings.take());
             hand_over.take_back();
             // The new server may have announced itself meanwhile.
             holder::announce();
@@ -243,7 +253,7 @@ fn watch(pid: i32) -> anyhow::Result<(Pid, OwnedFd)> {
 }
 
 /// Reports to both sides why a hand-over does not begin.
-fn refuse(peer: &Peer, why: &anyhow::Error) {
+pub fn refuse(peer: &Peer, why: &anyhow::Error) {
     tracing::error!("nothing is handed over: {why:#}");
     let _ = peer.send(&FromOld::Refused { what: format!("{why:#}") });
 }
@@ -253,7 +263,9 @@ impl<'a> HandOver<'a> {
         self.greet()?;
         loop {
             match self.peer.receive().context("waiting for the new server")? {
-                FromNew::Take { disk, programs } => self.give(&disk, programs)?,
+                FromNew::Take { disk, programs, unopened } => {
+                    self.give(&disk, programs, unopened)?;
+                }
                 FromNew::Took { disk } => {
                     let taken = self.away.iter_mut().find(|away| away.held.args().name() == disk);
                     let taken =
@@ -282,6 +294,7 @@ impl<'a> HandOver<'a> {
         // the other disks may take long.
         supervisor::notify(&format!("MAINPID={pid}"));
         keeper::announce_taker(Some(rustix::process::getpid()));
+        self.end_unopened();
         self.end_others();
         custody::set(Custody::Gone);
         let disks = self.away.iter().map(|away| HandedOver {
@@ -293,12 +306,24 @@ impl<'a> HandOver<'a> {
         Ok(Upgraded { pid, version, disks: disks.collect(), disconnected })
     }
 
+    /// Leaves the disks that are not open to the new server. Ends what this server has kept of
+    /// those that the new one has not taken.
+    fn end_unopened(&mut self) {
+        let is_left = |disk: &String| !self.unopened.contains(disk);
+        let opening = self.server.book.all().into_iter().filter(|entry| entry.is_opening);
+        for disk in opening.map(|entry| entry.args.name()).filter(is_left) {
+            tracing::warn!(disk, "the new server does not have this disk: it is not opened");
+            self.server.common.handed.end_disk(&disk, Vec::new());
+        }
+        self.openings.take().into_iter().for_each(HeldOpenings::for_good);
+    }
+
     /// Ends the disks that the new server has not taken. This server still owns them: it closes
     /// their connections, and removes what is kept of them.
     fn end_others(&self) {
         let taken: Vec<_> = self.away.iter().map(|away| away.held.args().name()).collect();
-        let all = self.server.book.all().into_iter().map(|entry| entry.args.name());
-        for disk in all.filter(|disk| !taken.contains(disk)) {
+        let all = self.server.book.all().into_iter().filter(|entry| !entry.is_opening);
+        for disk in all.map(|entry| entry.args.name()).filter(|disk| !taken.contains(disk)) {
             tracing::warn!(disk, "the new server does not have this disk: it ends");
             let ended = self.server.book.hold(&disk).map_err(anyhow::Error::from);
             let ended = ended.and_then(|held| Ok(self.server.remove(held, DRAIN_TIME)?));
@@ -350,13 +375,47 @@ impl<'a> HandOver<'a> {
         Ok(())
     }
 
+    /// Holds a disk. None: it is not open.
+    fn hold(&self, disk: &str) -> anyhow::Result<Option<HeldDisk<'a>>> {
+        let until = Instant::now() + CALLS_TIME;
+        loop {
+            let is_opening = self.server.book.find(disk).is_some_and(|entry| entry.is_opening);
+            match self.server.book.hold(disk) {
+                Err(HoldError::Busy(_)) if is_opening => {}
+                held => return Ok(Some(held?)),
+            }
+            match self.server.yard.info(disk).map(|info| info.state) {
+                None | Some(DiskState::Opening) => return Ok(None),
+                // It is open, and the caller of the addition learns that in a moment.
+                Some(_) if Instant::now() < until => std::thread::sleep(CALLS_PAUSE),
+                Some(_) => return Err(HoldError::Busy(disk.into()).into()),
+            }
+        }
+    }
+
+    /// Gives a disk that this server has not opened, because its storage does not answer.
+    fn give_unopened(&mut self, disk: &str) -> anyhow::Result<()> {
+        let Some(entry) = self.server.book.find(disk) else { bail!("no disk \"{disk}\"") };
+        let parcels = away::unopened(self.server, &entry.args)?;
+        let exports = parcels.iter().map(|(kind, _)| kind.clone()).collect();
+        tracing::info!(disk, "it is not open yet: the new server opens it");
+        self.unopened.push(disk.into());
+        self.peer.send(&FromOld::Given { exports, unopened: true })?;
+        Ok(parcels.iter().try_for_each(|(_, parcel)| self.peer.send_parcel(parcel))?)
+    }
+
     /// Drains a disk, leaves its image, and gives it to the new server. `programs`: whether the new
-    /// server can continue the program of an `exec:` image.
-    fn give(&mut self, disk: &str, programs: bool) -> anyhow::Result<()> {
+    /// server can continue the program of an `exec:` image. `unopened`: whether it opens a disk by
+    /// itself that this server has not opened.
+    fn give(&mut self, disk: &str, programs: bool, unopened: bool) -> anyhow::Result<()> {
         if !programs && self.server.yard.program(disk).is_some() {
             bail!("the new server cannot continue the program of disk \"{disk}\"");
         }
-        let held = self.server.book.hold(disk)?;
+        let held = match self.hold(disk)? {
+            Some(held) => held,
+            None if unopened => return self.give_unopened(disk),
+            None => return Err(HoldError::Busy(disk.into()).into()),
+        };
         let handed = match self.server.yard.begin_hand_over(disk).wait_at_most(DRAIN_TIME) {
             Ok(handed) => handed?,
             Err(late) => {
@@ -374,7 +433,7 @@ impl<'a> HandOver<'a> {
         program.with_context(|| format!("giving up the program of disk \"{disk}\""))?;
         let Some(Away { exports, .. }) = self.away.last() else { return Ok(()) };
         let kinds = exports.iter().map(|handed| handed.kind.to_string()).collect();
-        self.peer.send(&FromOld::Given { exports: kinds })?;
+        self.peer.send(&FromOld::Given { exports: kinds, unopened: false })?;
         exports.iter().try_for_each(|handed| self.peer.send_parcel(&handed.parcel))?;
         Ok(())
     }
@@ -474,83 +533,4 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
         let _ = child.wait();
     }
     outcome
-}
-
-/// Waits for new servers on the socket of `--control`. Drop ends it.
-pub struct Control {
-    stop: Arc<OwnedFd>,
-    thread: Option<std::thread::JoinHandle<()>>,
-}
-
-impl Control {
-    /// Listens on the socket. `handed`: that of the server from which this one takes over.
-    pub fn open(path: &Path, handed: Option<Parcel>) -> anyhow::Result<Listener> {
-        let Some(parcel) = handed else { return Ok(Listener::bind(path)?) };
-        let listener = Listener::from_parcel(parcel)?;
-        if let Some(own) = listener.path().filter(|own| *own != path) {
-            let (own, path) = (own.display(), path.display());
-            bail!(
-                "--control: the running server listens on {own}, not on {path}: a restart changes \
-                 that"
-            );
-        }
-        Ok(listener)
-    }
-
-    pub fn start(listener: Listener, server: Arc<Server>) -> anyhow::Result<Control> {
-        // The next server must know this process, not the one that made the socket.
-        listener.become_peer()?;
-        let listener = Arc::new(listener);
-        let offered = listener.clone();
-        server.hand_overs.offer("control", move || offered.to_parcel());
-        let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
-        let stop = Arc::new(rustix::event::eventfd(0, flags)?);
-        let wake = stop.clone();
-        let thread = std::thread::Builder::new()
-            .name("control".into())
-            .spawn(move || listen(&server, &listener, &wake))?;
-        Ok(Control { stop, thread: Some(thread) })
-    }
-}
-
-impl Drop for Control {
-    fn drop(&mut self) {
-        let _ = rustix::io::write(&self.stop, &1u64.to_ne_bytes());
-        if let Some(thread) = self.thread.take() {
-            let _ = thread.join();
-        }
-    }
-}
-
-fn listen(server: &Arc<Server>, listener: &Listener, stop: &OwnedFd) {
-    let is_stopped = || {
-        let mut fds = [PollFd::new(stop, PollFlags::IN)];
-        rustix::event::poll(&mut fds, Some(&Timespec::default())).is_ok_and(|ready| ready > 0)
-    };
-    while !is_stopped() && !server.hand_overs.is_done() {
-        match listener.accept(stop.as_fd()) {
-            Ok(Some(stream)) => came(server, stream.into()),
-            Ok(None) => {}
-            Err(e) => {
-                tracing::warn!("control: cannot accept a connection: {e}");
-                std::thread::sleep(Duration::from_millis(200));
-            }
-        }
-    }
-}
-
-fn came(server: &Arc<Server>, stream: UnixStream) {
-    let peer = host::peer(&stream);
-    let own = rustix::process::geteuid().as_raw();
-    let Some(pid) = peer.filter(|peer| peer.user == own).and_then(|peer| peer.process) else {
-        let what = "only a process of this server's user, in its PID namespace, may take over";
-        tracing::warn!("control: refused a connection: {what}");
-        let _ = Peer(stream).send(&FromOld::Refused { what: what.into() });
-        return;
-    };
-    match Alone::of(server) {
-        // The log has the outcome.
-        Ok(alone) => drop(hand_over(server, stream, pid, false, alone)),
-        Err(e) => refuse(&Peer(stream), &e.into()),
-    }
 }

@@ -35,6 +35,7 @@
 //!   handover_faults      front ends that cannot be handed over, new servers that lack something
 //!   handover_migration   hand-overs and deaths during a live migration
 //!   handover_nbd a new server continues the NBD connections of a running one
+//!   handover_unopened    upgrades while the storage of a disk does not answer
 //!   streams      standard output and standard error that fail or are not read
 //!   tls          NBD with TLS: access, and the same data
 //!   renewal      certificates, revocation and limits of NBD clients, changed at run time
@@ -57,6 +58,7 @@ mod handover_calls;
 mod handover_faults;
 mod handover_migration;
 mod handover_nbd;
+mod handover_unopened;
 mod holder;
 mod hosts;
 mod idle;

@@ -1,0 +1,172 @@
+//! Upgrades while the storage of a disk does not answer.
+
+use std::io::copy;
+use std::net::Shutdown;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::Arc;
+
+use blockyard_driver::status;
+
+use crate::common::{BLOCKYARD, Daemon, Finished, SOON, until};
+use crate::guest::{Guest, pattern};
+use crate::handover::{Case, ctl, end_server, is_running, script};
+
+const SIZE: usize = 1 << 20;
+
+/// Storage that accepts connections and does not answer, before [`Storage::answer`].
+struct Storage {
+    server: Daemon,
+    real: PathBuf,
+    listener: UnixListener,
+}
+
+impl Storage {
+    fn new(case: &Case) -> Self {
+        let [image, real, socket] = ["far.img", "far", "slow"].map(|name| case.folder.join(name));
+        std::fs::write(&image, pattern(9, SIZE)).unwrap();
+        let mut command = Command::new(BLOCKYARD);
+        command.arg("serve").arg(image).args(["--name", "far", "--sandbox", "off", "--nbd"]);
+        let mut server = Daemon::start(command.arg(format!("unix:{}", real.display())));
+        server.wait_ready();
+        Storage { server, real, listener: UnixListener::bind(socket).unwrap() }
+    }
+
+    /// Waits for the connection of a server that opens the disk.
+    fn asked(&self) -> UnixStream {
+        self.listener.accept().unwrap().0
+    }
+
+    /// Answers on this connection and on all later ones.
+    fn answer(self, first: UnixStream) -> Daemon {
+        let Storage { server, real, listener } = self;
+        let relay = move |connection: UnixStream| {
+            // The server may have ended.
+            let Ok(storage) = UnixStream::connect(&real) else { return };
+            let (connection, storage) = (Arc::new(connection), Arc::new(storage));
+            for (from, to) in [(&connection, &storage), (&storage, &connection)] {
+                let (from, to) = (from.clone(), to.clone());
+                std::thread::spawn(move || {
+                    let _ = copy(&mut &*from, &mut &*to);
+                    let _ = to.shutdown(Shutdown::Both);
+                });
+            }
+        };
+        std::thread::spawn(move || {
+            relay(first);
+            listener.incoming().map_while(Result::ok).for_each(relay);
+        });
+        server
+    }
+}
+
+/// Starts a server with the disk `good`, which has a client.
+fn serve(case: &Case) -> (Daemon, Guest) {
+    let [image, socket] = ["good.img", "good.s"].map(|name| case.folder.join(name));
+    std::fs::File::create(&image).unwrap().set_len(SIZE as u64).unwrap();
+    let config = case.folder.join("config.toml");
+    let text = format!("[[disk]]\nname = \"good\"\nimage = {image:?}\nvhost-user = {socket:?}\n");
+    std::fs::write(&config, text).unwrap();
+    let mut daemon = Daemon::start(case.configured(&config).args(["--sandbox", "off"]));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&socket);
+    works(&mut guest, 1);
+    (daemon, guest)
+}
+
+fn works(guest: &mut Guest, fill: u8) {
+    assert_eq!(guest.write(8, &[fill; 4096]), status::OK);
+    assert_eq!(guest.read(8, 4096).unwrap(), [fill; 4096]);
+}
+
+/// Adds a disk on the storage. Returns when the storage or a failure has ended the call.
+fn add(case: &Case) -> Finished {
+    let [slow, socket] = ["slow", "slow.s"].map(|name| case.folder.join(name));
+    let image = format!("image=nbd+unix:///far?socket={}", slow.display());
+    let socket = format!("vhost-user={}", socket.display());
+    ctl(case, &["add", "name=slow", &image, &socket, "nbd-timeout=300"])
+}
+
+fn state(case: &Case, disk: &str) -> Option<String> {
+    let disks = ctl(case, &["list", "--json"]);
+    let disks: serde_json::Value = serde_json::from_str(&disks.out).ok()?;
+    let row = disks["disks"].as_array()?.iter().find(|row| row["name"] == disk)?;
+    Some(row["state"].as_str()?.into())
+}
+
+fn is_served(case: &Case) {
+    until("the disk is served", SOON, || state(case, "slow").as_deref() == Some("serving"));
+    let mut guest = Guest::connect(&case.folder.join("slow.s"));
+    assert_eq!(guest.read(8, 4096).unwrap(), pattern(9, SIZE)[8 * 512..][..4096]);
+    guest.leave();
+}
+
+#[test]
+fn a_disk_whose_storage_hangs_is_opened_by_the_new_server() {
+    let case = Case::new();
+    let storage = Storage::new(&case);
+    let (daemon, mut guest) = serve(&case);
+    let old = daemon.pid() as i32;
+    let second = std::thread::scope(|scope| {
+        let added = scope.spawn(|| add(&case));
+        let first = storage.asked();
+        assert_eq!(state(&case, "slow").as_deref(), Some("opening"));
+        let shown = ctl(&case, &["upgrade", "--json"]).good();
+        until("the old server has ended", SOON, || !is_running(old));
+        works(&mut guest, 2);
+        assert!(!added.join().unwrap().status.success(), "its server has ended");
+        daemon.wait_log("it is not open yet: the new server opens it");
+        drop(first);
+        let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+        assert_eq!(shown["disks"].as_array().unwrap().len(), 1, "{shown}");
+        shown["pid"].as_u64().unwrap() as i32
+    });
+    // Nothing waits for this storage, also in the next upgrade.
+    let asked = storage.asked();
+    assert_eq!(state(&case, "slow").as_deref(), Some("opening"));
+    let shown = ctl(&case, &["upgrade", "--json"]).good();
+    drop(asked);
+    until("the second server has ended", SOON, || !is_running(second));
+    let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+    let asked = storage.asked();
+    works(&mut guest, 3);
+    let server = storage.answer(asked);
+    is_served(&case);
+    works(&mut guest, 4);
+    guest.leave();
+    end_server(shown["pid"].as_u64().unwrap() as i32);
+    server.stop();
+}
+
+/// The storage answers while the new server has the other disk.
+#[test]
+fn a_failed_upgrade_leaves_a_disk_whose_storage_hangs_to_the_old_server() {
+    let case = Case::new();
+    let storage = Storage::new(&case);
+    let (daemon, mut guest) = serve(&case);
+    let [given, end] = ["given", "end"].map(|name| case.folder.join(name));
+    let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
+    let body = format!("python3 {half} good took\ntouch {given:?}\nread < {end:?}\nexit 1");
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, &end, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let program = script(&case, "half", &body);
+    let server = std::thread::scope(|scope| {
+        let added = scope.spawn(|| add(&case));
+        let asked = storage.asked();
+        let upgrade =
+            scope.spawn(|| ctl(&case, &["upgrade", "--binary", program.to_str().unwrap()]));
+        until("the new server has the other disk", SOON, || given.exists());
+        let server = storage.answer(asked);
+        std::fs::write(&end, "\n").unwrap();
+        let done = upgrade.join().unwrap();
+        assert!(done.err.contains("not upgraded"), "{}", done.err);
+        added.join().unwrap().good();
+        server
+    });
+    works(&mut guest, 2);
+    is_served(&case);
+    guest.leave();
+    daemon.stop();
+    server.stop();
+}
