@@ -31,6 +31,7 @@ mod identities;
 mod image;
 mod inherited;
 mod journals;
+mod late;
 mod log;
 mod looks;
 mod man;

@@ -40,7 +40,7 @@ use crate::{
     api, attach, check_config, claims, holder, journals, log, sandbox, shares, supervisor,
 };
 
-/// Longest wait for a server that has the disks of one that died, and time between two attempts.
+/// Longest wait for a server that still has an image of a new disk, and time between two attempts.
 const OTHERS_TIME: Duration = Duration::from_secs(30);
 const OTHERS_PAUSE: Duration = Duration::from_millis(5);
 
@@ -48,6 +48,9 @@ const OTHERS_PAUSE: Duration = Duration::from_millis(5);
 /// from being ready: systemd would end it after 90 s and start it again. The time is longer than
 /// the default limit of a connection to an NBD server, so that a server without any disk fails.
 const OPEN_TIME: Duration = Duration::from_secs(60);
+
+/// The same after the death of a server. Its clients wait, and so does the operator.
+const AGAIN_TIME: Duration = Duration::from_secs(10);
 
 /// Longest wait at the end of the server for a reload that runs.
 const RELOAD_TIME: Duration = Duration::from_secs(10);
@@ -231,11 +234,7 @@ impl Server {
                 if left > 0 {
                     tracing::warn!("the last server died: continuing {left} exports");
                 }
-                // If the last server died during a hand-over, the one that was to follow it closes
-                // the images and ends.
-                let attached =
-                    if self.options.attached { attach::LOCK_TIMEOUT } else { Duration::ZERO };
-                self.add_all(config, if left > 0 { OTHERS_TIME } else { attached }, caught)?;
+                self.add_all(config, left > 0, caught)?;
                 if caught.is_stopped() {
                     tracing::info!("a signal ends the server before it is ready");
                     supervisor::notify("STOPPING=1");
@@ -344,7 +343,8 @@ impl Server {
     fn add_unopened(&self, disks: Vec<(DiskArgs, Table, bool)>) {
         for (args, keys, by_api) in disks {
             match self.begin_add(args, keys, by_api) {
-                Ok(adding) => adding.later(),
+                // The old server may still have the image.
+                Ok(adding) => adding.waits_for_lock().later(),
                 Err(e) => tracing::error!("{:#}", anyhow::Error::from(e)),
             }
         }
@@ -397,16 +397,23 @@ impl Server {
     }
 
     /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
-    /// errors. `patience`: how long to wait for images that other processes have locked. Ends early
-    /// if a signal ends the server.
-    fn add_all(&self, config: &Config, patience: Duration, caught: &Caught) -> anyhow::Result<()> {
+    /// errors. `again`: another server has died that had them. Then a disk waits for other programs
+    /// that have locked its image, and nothing waits for that. If the server died during a
+    /// hand-over, the one that was to follow it closes the images and ends. Ends early if a signal
+    /// ends the server.
+    fn add_all(&self, config: &Config, again: bool, caught: &Caught) -> anyhow::Result<()> {
         let all = config.disks.len();
         let disks = config.disks.iter().enumerate();
         let disks: Vec<_> = disks.map(|(at, args)| (args.clone(), config.keys(at))).collect();
-        let deadline = Instant::now() + patience;
         // `attach` prints the device of a disk that is open.
-        let limit = if self.options.attached { STORAGE_TIME } else { OPEN_TIME };
+        let (limit, patience) = match () {
+            () if self.options.attached => (STORAGE_TIME, attach::LOCK_TIMEOUT),
+            () if again => (AGAIN_TIME, Duration::ZERO),
+            () => (OPEN_TIME, Duration::ZERO),
+        };
+        let deadline = Instant::now() + patience;
         let wait = |adding: Adding<'_>| {
+            let adding = if again { adding.waits_for_lock() } else { adding };
             adding.wait_within(limit, || caught.is_stopped()).map(HeldDisk::keep)
         };
         let waits = || Instant::now() < deadline && !caught.is_stopped();
@@ -414,14 +421,14 @@ impl Server {
         if caught.is_stopped() {
             return Ok(());
         }
-        let goes_on = failed.iter().any(AddError::goes_on);
-        if failed.len() == all && !failed.is_empty() && !goes_on {
+        let ended = failed.iter().filter(|e| !e.goes_on()).count();
+        if ended == all && ended > 0 {
             return Err(failed.swap_remove(0).into());
         }
         let failed: Vec<_> = failed.into_iter().map(anyhow::Error::from).collect();
         failed.iter().for_each(|e| tracing::error!("{e:#}"));
-        if !failed.is_empty() {
-            tracing::warn!("{} of {all} disks are not served; SIGHUP tries again", failed.len());
+        if ended > 0 {
+            tracing::warn!("{ended} of {all} disks are not served; SIGHUP tries again");
         }
         Ok(())
     }

@@ -22,6 +22,7 @@ use crate::disks::{advise, log_end, settings};
 use crate::events::Events;
 use crate::exports::{self, Common};
 use crate::handover::HandOvers;
+use crate::late::{First, Late, Locked, describe};
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::unopened::Unopened;
@@ -46,6 +47,13 @@ pub enum AddError {
         shell(disk)
     )]
     GoesOn { disk: String, limit: Duration },
+    /// The disk is served when another program has unlocked its image.
+    #[error(
+        "disk \"{disk}\" waits for the lock of its image, and is served then: {why}; `ctl show {}` \
+         shows the state opening until it is served",
+        shell(disk)
+    )]
+    Waits { disk: String, why: String },
     #[error("disk \"{disk}\" is not open yet, and a signal ends the server")]
     Stopped { disk: String },
 }
@@ -60,7 +68,7 @@ impl AddError {
 
     /// Returns whether the disk may still be served, without another command.
     pub fn goes_on(&self) -> bool {
-        matches!(self, AddError::GoesOn { .. })
+        matches!(self, AddError::GoesOn { .. } | AddError::Waits { .. })
     }
 
     /// Returns whether another process has locked the image.
@@ -98,6 +106,8 @@ pub struct Adding<'a> {
     held: HeldDisk<'a>,
     pending: Pending<()>,
     args: DiskArgs,
+    settings: DiskSettings,
+    locked: Locked,
     begun: Instant,
 }
 
@@ -120,9 +130,15 @@ impl<'a> Adding<'a> {
         self.wait_within(STORAGE_TIME, || false)
     }
 
+    /// Makes the disk wait if other programs have locked its image. No caller waits for that.
+    pub fn waits_for_lock(self) -> Self {
+        Adding { locked: Locked::Waits, ..self }
+    }
+
     /// Lets the disk be served when it is open, without a wait.
     pub fn later(self) {
-        self.server.add_later(self.held, self.pending);
+        let Adding { server, held, pending, settings, locked, .. } = self;
+        Late { settings, locked, ended: added_late }.serve(server, held, First::Runs(pending));
     }
 
     /// Like `wait_held`, with another limit. `is_stopped`: whether the wait ends at once, because
@@ -141,8 +157,9 @@ impl<'a> Adding<'a> {
         limit: Duration,
         is_stopped: impl Fn() -> bool,
     ) -> Result<HeldDisk<'a>, NotOpened<'a>> {
-        let Adding { server, held, mut pending, args, begun } = self;
+        let Adding { server, held, mut pending, args, settings, locked, begun } = self;
         let disk = args.name();
+        let late = Late { settings, locked, ended: added_late };
         let not = |error, held| Err(NotOpened { error: Box::new(error), held });
         loop {
             let left = limit.saturating_sub(begun.elapsed());
@@ -151,11 +168,16 @@ impl<'a> Adding<'a> {
                     server.unopened.clear(&disk);
                     return Ok(held);
                 }
+                Ok(Err(e)) if locked == Locked::Waits && e.is_locked() => {
+                    let why = describe(&e);
+                    late.serve(server, held, First::Failed(e));
+                    return not(AddError::Waits { disk, why }, None);
+                }
                 Ok(Err(e)) => return not(AddError::of(e, &args), Some(held)),
                 Err(_) if is_stopped() => return not(AddError::Stopped { disk }, Some(held)),
-                Err(late) if left > LOOK => late,
-                Err(late) => {
-                    server.add_later(held, late);
+                Err(runs) if left > LOOK => runs,
+                Err(runs) => {
+                    late.serve(server, held, First::Runs(runs));
                     return not(AddError::GoesOn { disk, limit }, None);
                 }
             }
@@ -211,46 +233,25 @@ impl Server {
             }
         };
         let settings = settings(&args, exports::ways(&args, &self.common));
-        let pending = self.yard.begin_add(DiskSettings { carried, ..settings });
-        Ok(Adding { server: self, held, pending, args, begun: Instant::now() })
+        Ok(self.opening(held, args, DiskSettings { carried, ..settings }))
     }
 
     /// Opens a disk again that [`Server::close_held`] has closed. It leaves the book if it does not
     /// open and the caller drops it.
     pub fn begin_open<'a>(&'a self, held: HeldDisk<'a>, args: DiskArgs, keys: Table) -> Adding<'a> {
         held.set(args.clone(), keys);
-        let pending = self.yard.begin_add(settings(&args, exports::ways(&args, &self.common)));
-        Adding { server: self, held: held.leaving(), pending, args, begun: Instant::now() }
+        let settings = settings(&args, exports::ways(&args, &self.common));
+        self.opening(held.leaving(), args, settings)
     }
 
-    /// Waits on a thread of its own until a disk is open or has failed, as `remove_later` does.
-    fn add_later(&self, held: HeldDisk<'_>, late: Pending<()>) {
-        let Some(server) = self.itself.upgrade() else { return };
-        let disk = held.lend();
-        let thread = std::thread::Builder::new().name("late addition".into());
-        let spawned = thread.spawn(move || {
-            let held = server.book.lent(disk.clone());
-            match late.wait().map_err(|e| AddError::of(e, &held.args())) {
-                Ok(()) => {
-                    held.keep();
-                    server.unopened.clear(&disk);
-                    tracing::info!(disk, "it is served now");
-                }
-                // This server ends, or another one opens the disk.
-                Err(AddError::Yard(YardError::Closing)) => drop(held.lend()),
-                Err(e) => {
-                    let Entry { args, by_api, .. } = held.entry();
-                    held.remove();
-                    if !by_api {
-                        server.note_unopened(&args, &e.to_string());
-                    }
-                    tracing::error!(disk, "it is not served: {:#}", anyhow::Error::from(e));
-                }
-            }
-        });
-        if let Err(e) = spawned {
-            tracing::error!("a disk that is opened late is not noticed: no thread can start: {e}");
-        }
+    fn opening<'a>(
+        &'a self,
+        held: HeldDisk<'a>,
+        args: DiskArgs,
+        settings: DiskSettings,
+    ) -> Adding<'a> {
+        let (pending, begun) = (self.yard.begin_add(settings.clone()), Instant::now());
+        Adding { server: self, held, pending, args, settings, locked: Locked::Fails, begun }
     }
 
     /// Removes a disk, and logs its final statistics. Returns whether its image was flushed. After
@@ -375,6 +376,10 @@ impl Server {
     /// Closes all disks. Returns an error if an image could not be flushed.
     pub fn close(&self) -> Result<(), Failure> {
         let ended = self.yard.close();
+        if self.hand_overs.is_ending() && !self.hand_overs.is_done() {
+            // No server continues them.
+            self.common.handed.clear(&[]);
+        }
         for disk in &ended {
             figures::log(&disk.name, &disk.statistics, &disk.share);
             figures::log_policies(&disk.name, &disk.policies);
@@ -384,6 +389,28 @@ impl Server {
         }
         Err(anyhow::anyhow!("an image could not be flushed, writes may be lost: see the log")
             .into())
+    }
+}
+
+/// Notes that a disk is served, or that it is not, after no command has waited for it.
+fn added_late(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) {
+    let Entry { args, by_api, .. } = held.entry();
+    match added {
+        Ok(()) => {
+            held.keep();
+            server.unopened.clear(&args.name());
+            tracing::info!(disk = args.name(), "it is served now");
+        }
+        // This server ends, or another one opens the disk.
+        Err(YardError::Closing) => drop(held.lend()),
+        Err(e) => {
+            let e = AddError::of(e, &args);
+            held.remove();
+            if !by_api {
+                server.note_unopened(&args, &e.to_string());
+            }
+            tracing::error!(disk = args.name(), "it is not served: {:#}", anyhow::Error::from(e));
+        }
     }
 }
 

@@ -93,6 +93,27 @@ pub struct DiskInfo {
     pub is_drained: bool,
 }
 
+impl DiskInfo {
+    /// Returns the row of a disk that is not open yet.
+    pub fn opening(name: String) -> Self {
+        let (image, top, images, ways) = Default::default();
+        let (capacity, is_read_only, paused, is_drained) = Default::default();
+        let state = DiskState::Opening;
+        DiskInfo {
+            name,
+            state,
+            image,
+            top,
+            images,
+            capacity,
+            is_read_only,
+            ways,
+            paused,
+            is_drained,
+        }
+    }
+}
+
 struct Entry {
     /// Number of the disk in order of arrival. The list of disks has this order.
     arrival: u64,
@@ -345,20 +366,7 @@ impl Entry {
     fn info(&self, name: &str) -> DiskInfo {
         let (name, state) = (name.to_string(), self.state);
         let Some(Shown { disk, settings, .. }) = &self.shown else {
-            let (image, top, images, ways) = Default::default();
-            let (capacity, is_read_only, paused, is_drained) = Default::default();
-            return DiskInfo {
-                name,
-                state,
-                image,
-                top,
-                images,
-                capacity,
-                is_read_only,
-                ways,
-                paused,
-                is_drained,
-            };
+            return DiskInfo { state, ..DiskInfo::opening(name) };
         };
         DiskInfo {
             name,

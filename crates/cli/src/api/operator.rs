@@ -16,7 +16,7 @@ use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
 use super::{sampled, words};
-use crate::book::{HeldDisk, HoldError};
+use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::inner;
 use crate::disks::{check, check_writes};
 use crate::figures::describe_clients;
@@ -151,15 +151,19 @@ impl Server {
     }
 
     pub(super) fn info(&self, name: &str) -> Answer<DiskInfo> {
-        self.yard.info(name).ok_or_else(|| match self.book.find(name) {
+        if let Some(info) = self.yard.info(name) {
+            return Ok(info);
+        }
+        match self.book.find(name) {
+            Some(entry) if entry.is_opening => Ok(DiskInfo::opening(name.into())),
             Some(_) => {
                 let what = format!(
                     "disk \"{name}\" is opened again, or an upgrade hands it over: try again"
                 );
-                Problem::new(Kind::Conflict, what)
+                Err(Problem::new(Kind::Conflict, what))
             }
-            None => words::problem(YardError::NotFound { disk: name.into() }),
-        })
+            None => Err(words::problem(YardError::NotFound { disk: name.into() })),
+        }
     }
 
     /// Makes all answered writes of a disk durable.
@@ -276,7 +280,13 @@ impl Operator for Server {
     }
 
     fn disks(&self) -> Vec<DiskRow> {
-        self.yard.list().into_iter().map(words::row).collect()
+        let mut rows = self.yard.list();
+        let is_listed = |entry: &Entry| rows.iter().any(|row| row.name == entry.args.name());
+        let opening = self.book.all().into_iter().filter(|entry| entry.is_opening);
+        // Between two attempts to open them.
+        let others: Vec<_> = opening.filter(|entry| !is_listed(entry)).collect();
+        rows.extend(others.into_iter().map(|entry| DiskInfo::opening(entry.args.name())));
+        rows.into_iter().map(words::row).collect()
     }
 
     fn disk(&self, name: &str) -> Answer<Disk> {
@@ -326,7 +336,7 @@ impl Operator for Server {
             e @ AddError::GoesOn { .. } if persist => {
                 Problem::new(Kind::Busy, format!("{e}; {NOT_WRITTEN}"))
             }
-            e @ (AddError::GoesOn { .. } | AddError::Stopped { .. }) => {
+            e @ (AddError::GoesOn { .. } | AddError::Waits { .. } | AddError::Stopped { .. }) => {
                 Problem::new(Kind::Busy, e.to_string())
             }
         })?;

@@ -21,15 +21,15 @@ use super::{CARRIED, KEPT, NotNow, PROGRAM};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
+use crate::late::{First, Late, Locked, describe};
 use crate::options::disk::DiskArgs;
 use crate::server::Server;
 
 /// How long a disk waits for other processes that have locked its image.
 const LOCKED_TIME: Duration = Duration::from_secs(600);
-/// Time between two attempts: the first, and the longest one.
-const LOCKED_PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
-/// Time between two lines of the log that say so.
-const LOCKED_REPORT: Duration = Duration::from_secs(60);
+/// How long a hand-over that has failed waits for a disk to open again. Storage without an answer
+/// must not keep the caller of the upgrade, and the next upgrade.
+const BACK_TIME: Duration = Duration::from_secs(30);
 
 /// A disk that the new server has, or may have.
 pub struct Away<'a> {
@@ -130,13 +130,30 @@ pub struct Back<'a> {
 }
 
 impl Back<'_> {
-    /// Waits until the disk is served again, or waits for another process.
+    /// Waits until the disk is served again, but not longer than [`BACK_TIME`], and not for other
+    /// programs. Then it is served later.
     pub fn wait(self, server: &Server) {
         let Back { held, settings, pending } = self;
-        match pending.wait() {
-            Err(e) if e.is_locked() => wait_for_lock(server, held, settings, e),
-            added => has_tried(server, held, added),
-        }
+        let disk = held.args().name();
+        let first = match pending.wait_at_most(BACK_TIME) {
+            Ok(Err(e)) if e.is_locked() => {
+                let (limit, locked) = (LOCKED_TIME.as_secs(), describe(&e));
+                tracing::warn!(disk, "waiting up to {limit} s before it is served again: {locked}");
+                First::Failed(e)
+            }
+            Ok(added) => return has_tried(server, held, added),
+            Err(late) => {
+                let limit = BACK_TIME.as_secs();
+                tracing::warn!(
+                    disk,
+                    "it is still opening after {limit} s, and goes on: its storage may not answer"
+                );
+                First::Runs(late)
+            }
+        };
+        // The other disks of the hand-over must not wait.
+        let locked = Locked::WaitsFor(LOCKED_TIME);
+        Late { settings, locked, ended: has_tried }.serve(server, held, first);
     }
 }
 
@@ -145,7 +162,8 @@ fn has_tried(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) 
     let name = held.args().name();
     match added {
         Ok(()) => tracing::info!(disk = name, "served again"),
-        Err(YardError::Closing) => {}
+        // This server ends, or another one opens the disk.
+        Err(YardError::Closing) => return drop(held.lend()),
         Err(e) => {
             let e = anyhow::Error::from(e);
             tracing::error!(disk = name, "cannot serve it again: {e:#}");
@@ -153,50 +171,6 @@ fn has_tried(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) 
         }
     }
     server.common.handed.end_disk(&name, Vec::new());
-}
-
-/// Serves a disk again as soon as no other process has its image locked. Its connections wait
-/// meanwhile. `locked`: why the first attempt failed.
-fn wait_for_lock(server: &Server, held: HeldDisk<'_>, settings: DiskSettings, locked: YardError) {
-    let Some(itself) = server.itself.upgrade() else { return has_tried(server, held, Err(locked)) };
-    let name = held.args().name();
-    let limit = LOCKED_TIME.as_secs();
-    let locked = anyhow::Error::from(locked);
-    tracing::warn!(disk = name, "waiting up to {limit} s before it is served again: {locked:#}");
-    let lent = held.lend();
-    let again = lent.clone();
-    // The other disks of the hand-over must not wait. A disk is lent once, so it has at most one
-    // such thread.
-    let spawned = std::thread::Builder::new().name("late disk".into()).spawn(move || {
-        let held = itself.book.lent(again);
-        let added = add_when_unlocked(&itself, &settings);
-        has_tried(&itself, held, added);
-    });
-    if let Err(source) = spawned {
-        let disk = name;
-        has_tried(server, server.book.lent(lent), Err(YardError::Thread { disk, source }));
-    }
-}
-
-/// Adds a disk after other processes have unlocked its image. Returns the last error if they take
-/// too long.
-fn add_when_unlocked(server: &Server, settings: &DiskSettings) -> Result<(), YardError> {
-    let (start, [mut pause, longest]) = (Instant::now(), LOCKED_PAUSE);
-    let mut reported = start;
-    loop {
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(longest);
-        match server.yard.add(settings.clone()) {
-            Err(e) if e.is_locked() && start.elapsed() < LOCKED_TIME => {
-                if reported.elapsed() >= LOCKED_REPORT {
-                    reported = Instant::now();
-                    let (disk, e) = (&settings.name, anyhow::Error::from(e));
-                    tracing::warn!(disk, "it still waits to be served again: {e:#}");
-                }
-            }
-            added => return added,
-        }
-    }
 }
 
 /// Serves a disk again as soon as it has ended, because the hand-over does not wait for it. `lent`:

@@ -101,6 +101,11 @@ impl HandOvers {
         self.is_done.load(Ordering::SeqCst)
     }
 
+    /// Returns whether this server ends.
+    pub fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::SeqCst)
+    }
+
     /// Notes that this server ends.
     pub fn give_up(&self) {
         self.is_ending.store(true, Ordering::SeqCst);
@@ -467,7 +472,7 @@ impl<'a> HandOver<'a> {
     fn has_surely_ended(&self) -> bool {
         let mut reported = None::<Instant>;
         while !host::has_ended(&self.process, CHECK_TIME).unwrap_or(true) {
-            if self.server.hand_overs.is_ending.load(Ordering::SeqCst) {
+            if self.server.hand_overs.is_ending() {
                 return false;
             }
             if reported.is_none_or(|time| time.elapsed() > KILL_TIME) {

@@ -1,5 +1,7 @@
-//! Upgrades while the storage of a disk does not answer.
+//! Disks that are not open: their storage does not answer, or another program has locked their
+//! image. Upgrades leave them to the new server. After a crash they delay no other disk.
 
+use std::fs::File;
 use std::io::copy;
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -8,10 +10,13 @@ use std::process::Command;
 use std::sync::Arc;
 
 use blockyard_driver::status;
+use blockyard_ring::host::{self, Lock};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{BLOCKYARD, Daemon, Finished, SOON, until};
 use crate::guest::{Guest, pattern};
 use crate::handover::{Case, ctl, end_server, is_running, script};
+use crate::holder::{Keeper, keep_command};
 
 const SIZE: usize = 1 << 20;
 
@@ -64,7 +69,7 @@ impl Storage {
 /// Starts a server with the disk `good`, which has a client.
 fn serve(case: &Case) -> (Daemon, Guest) {
     let [image, socket] = ["good.img", "good.s"].map(|name| case.folder.join(name));
-    std::fs::File::create(&image).unwrap().set_len(SIZE as u64).unwrap();
+    File::create(&image).unwrap().set_len(SIZE as u64).unwrap();
     let config = case.folder.join("config.toml");
     let text = format!("[[disk]]\nname = \"good\"\nimage = {image:?}\nvhost-user = {socket:?}\n");
     std::fs::write(&config, text).unwrap();
@@ -169,4 +174,99 @@ fn a_failed_upgrade_leaves_a_disk_whose_storage_hangs_to_the_old_server() {
     guest.leave();
     daemon.stop();
     server.stop();
+}
+
+/// A server under a holder with the disks `a` and `b`, each with a client.
+struct Kept {
+    case: Case,
+    holder: Daemon,
+    guests: [Guest; 2],
+}
+
+impl Kept {
+    fn new() -> Self {
+        let case = Case::new();
+        let disk = |name: &str| {
+            let image = case.folder.image(&format!("{name}.img"), SIZE as u64);
+            let socket = case.folder.join(format!("{name}.s"));
+            format!("[[disk]]\nname = \"{name}\"\nimage = {image:?}\nvhost-user = {socket:?}\n")
+        };
+        let config = case.folder.join("config.toml");
+        std::fs::write(&config, disk("a") + &disk("b")).unwrap();
+        let holder = keep_command(&case, Keeper::Holder, &mut case.configured(&config));
+        let mut guests = ["a.s", "b.s"].map(|socket| Guest::connect(&case.folder.join(socket)));
+        guests.iter_mut().for_each(|guest| works(guest, 1));
+        Kept { case, holder, guests }
+    }
+
+    /// Kills the server. Returns the image of `a`, which this process locks before the next server
+    /// starts.
+    fn kill_and_lock(&self) -> File {
+        let mut server = None;
+        until("the server runs", SOON, || {
+            server = self.holder.kept();
+            server.is_some()
+        });
+        let image = File::options().read(true).write(true).open(self.case.folder.join("a.img"));
+        let image = image.unwrap();
+        self.holder.signal(Signal::STOP);
+        kill_process(Pid::from_raw(server.unwrap()).unwrap(), Signal::KILL).unwrap();
+        until("the image is locked", SOON, || host::lock(&image, Lock::Exclusive).unwrap());
+        self.holder.signal(Signal::CONT);
+        image
+    }
+
+    /// Waits until the API answers, and has the disks in these states.
+    fn has(&self, states: [&str; 2]) {
+        until(&format!("{states:?}"), SOON, || {
+            ["a", "b"].map(|disk| state(&self.case, disk)) == states.map(|state| Some(state.into()))
+        });
+    }
+}
+
+#[test]
+fn after_a_crash_a_locked_disk_comes_back_by_itself_and_delays_no_other_one() {
+    let mut kept = Kept::new();
+    let image = kept.kill_and_lock();
+    kept.has(["opening", "serving"]);
+    let [a, b] = &mut kept.guests;
+    works(b, 2);
+    let shown = ctl(&kept.case, &["show", "a"]).good();
+    assert!(shown.contains("opening"), "{shown}");
+    drop(image);
+    // Its connection has waited.
+    works(a, 3);
+    kept.has(["serving", "serving"]);
+    let log = kept.holder.log();
+    assert!(log.contains("disk \"a\" waits for the lock of its image"), "{log}");
+    assert!(!log.contains("are not served"), "{log}");
+    kept.guests.into_iter().for_each(Guest::leave);
+    kept.holder.stop();
+}
+
+/// Its connection moves from server to server.
+#[test]
+fn an_upgrade_leaves_a_locked_disk_with_a_client_to_the_new_server() {
+    let mut kept = Kept::new();
+    let image = kept.kill_and_lock();
+    kept.has(["opening", "serving"]);
+    kept.holder.upgrade_kept(|| ctl(&kept.case, &["upgrade", "--json"]).good());
+    kept.has(["opening", "serving"]);
+    works(&mut kept.guests[1], 2);
+    drop(image);
+    kept.guests.iter_mut().for_each(|guest| works(guest, 3));
+    kept.has(["serving", "serving"]);
+    kept.guests.into_iter().for_each(Guest::leave);
+    kept.holder.stop();
+    assert!(!kept.case.folder.join("a.s").exists());
+}
+
+/// Nothing of it is left at the holder, and no file of its socket.
+#[test]
+fn a_server_ends_with_a_disk_that_is_locked() {
+    let kept = Kept::new();
+    let _image = kept.kill_and_lock();
+    kept.has(["opening", "serving"]);
+    kept.holder.stop();
+    assert!(!kept.case.folder.join("a.s").exists());
 }

@@ -32,7 +32,7 @@ pub fn keep_with(case: &Case, keeper: Keeper, options: &[&str]) -> Daemon {
 }
 
 /// Like `keep`, for the server of a command.
-fn keep_command(case: &Case, keeper: Keeper, command: &mut Command) -> Daemon {
+pub fn keep_command(case: &Case, keeper: Keeper, command: &mut Command) -> Daemon {
     command.arg("--keep-sessions");
     let mut service = Command::new("python3");
     if keeper == Keeper::Systemd {

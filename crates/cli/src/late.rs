@@ -1,0 +1,118 @@
+//! Disks that are served later, because their storage is slow or another program has locked their
+//! image.
+//!
+//! In: a disk that no command waits for any more. Out: the disk is served as soon as that is
+//! possible, or the log says why it is not. What must hold: such a disk delays no other one, and no
+//! command but its own. It stays in the book, held and opening, so its connections wait.
+
+use std::error::Error;
+use std::iter::successors;
+use std::time::{Duration, Instant};
+
+use blockyard_yard::{DiskSettings, Pending, YardError};
+
+use crate::book::HeldDisk;
+use crate::server::Server;
+
+/// Time between two attempts to lock an image: the first, and the longest one.
+const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
+/// Time between two lines of the log about an image that stays locked.
+const REPORT: Duration = Duration::from_secs(60);
+
+/// Whether a disk waits for other programs that have locked its image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Locked {
+    Fails,
+    WaitsFor(Duration),
+    Waits,
+}
+
+impl Locked {
+    /// Returns whether a disk that has waited for `time` is tried again after this result.
+    pub fn waits_after(self, added: &Result<(), YardError>, time: Duration) -> bool {
+        let is_locked = matches!(added, Err(e) if e.is_locked());
+        is_locked
+            && match self {
+                Locked::Fails => false,
+                Locked::WaitsFor(limit) => time < limit,
+                Locked::Waits => true,
+            }
+    }
+}
+
+/// Returns an error with its causes.
+pub fn describe(error: &YardError) -> String {
+    let causes = successors(Some(error as &(dyn Error + 'static)), |error| (**error).source());
+    causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+/// What is known of the first attempt.
+pub enum First {
+    Runs(Pending<()>),
+    Failed(YardError),
+}
+
+/// A disk that is served later.
+pub struct Late {
+    pub settings: DiskSettings,
+    pub locked: Locked,
+    /// Called at the end of the attempts.
+    pub ended: fn(&Server, HeldDisk<'_>, Result<(), YardError>),
+}
+
+impl Late {
+    /// Serves the disk on a thread of its own. The wait would use up a pool, because storage may
+    /// never answer. A disk is lent once, so it has at most one such thread.
+    pub fn serve(self, server: &Server, held: HeldDisk<'_>, first: First) {
+        let ended = self.ended;
+        let Some(itself) = server.itself.upgrade() else {
+            return ended(server, held, Err(YardError::Closing));
+        };
+        let (disk, lent) = (held.args().name(), held.lend());
+        let again = lent.clone();
+        let runs = matches!(first, First::Runs(_));
+        let thread = std::thread::Builder::new().name("late disk".into());
+        let spawned = thread.spawn(move || {
+            let held = itself.book.lent(again);
+            let added = match first {
+                First::Runs(pending) => pending.wait(),
+                First::Failed(e) => Err(e),
+            };
+            let added = self.add_when_unlocked(&itself, added);
+            ended(&itself, held, added);
+        });
+        match spawned {
+            Ok(_) => {}
+            // The disk stays held, because the yard may serve it.
+            Err(e) if runs => {
+                tracing::error!(disk, "its late opening is not noticed: no thread can start: {e}");
+            }
+            Err(source) => {
+                ended(server, server.book.lent(lent), Err(YardError::Thread { disk, source }));
+            }
+        }
+    }
+
+    /// Adds the disk when other programs have unlocked its image. Returns the last result.
+    fn add_when_unlocked(
+        &self,
+        server: &Server,
+        mut added: Result<(), YardError>,
+    ) -> Result<(), YardError> {
+        let (start, [mut pause, longest]) = (Instant::now(), PAUSE);
+        let mut reported = start;
+        while self.locked.waits_after(&added, start.elapsed()) {
+            if let Err(e) = &added
+                && reported.elapsed() >= REPORT
+            {
+                reported = Instant::now();
+                let (disk, why) = (&self.settings.name, describe(e));
+                tracing::warn!(disk, "it still waits for the lock of its image: {why}");
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(longest);
+            added = server.yard.add(self.settings.clone());
+        }
+        added
+    }
+}
