@@ -20,6 +20,8 @@ use rustix::net::{
 
 /// Descriptors that one message carries. The kernel accepts 253.
 const GROUP: usize = 128;
+/// Shortest time that a socket can wait.
+const SHORTEST: Duration = Duration::from_millis(1);
 /// Longest parcel in bytes, and most descriptors of one.
 const MOST_BYTES: usize = 64 << 20;
 const MOST_FDS: usize = 1 << 16;
@@ -87,6 +89,48 @@ pub fn receive(stream: &UnixStream, deadline: Instant) -> io::Result<Option<Parc
     let mut bytes = vec![0; len];
     read_all(stream, &mut bytes, deadline)?;
     Ok(Some(Parcel { bytes, fds }))
+}
+
+/// Receives a parcel without descriptors. At `deadline` it calls `end`, so that the kernel refuses
+/// further bytes, and reads what has arrived before. `None`: the peer has closed the connection.
+pub fn receive_until(
+    stream: &UnixStream,
+    deadline: Instant,
+    end: impl FnOnce() -> io::Result<()>,
+) -> io::Result<Option<Vec<u8>>> {
+    let (mut bytes, mut end) = (Vec::new(), Some(end));
+    loop {
+        if let Some(len) = bytes.first_chunk::<4>().map(|len| u32::from_le_bytes(*len) as usize) {
+            if len > MOST_BYTES {
+                return Err(io::Error::new(io::ErrorKind::InvalidData, "the parcel is too large"));
+            }
+            if let Some(body) = bytes.get(8..8 + len) {
+                return Ok(Some(body.to_vec()));
+            }
+        }
+        let time = left(deadline);
+        if time.is_err()
+            && let Some(end) = end.take()
+        {
+            end()?;
+        }
+        // After the end no read waits.
+        stream.set_read_timeout(Some(time.unwrap_or(SHORTEST)))?;
+        let mut part = [0; 4096];
+        match (&*stream).read(&mut part) {
+            Ok(0) if end.is_none() => return Err(io::ErrorKind::TimedOut.into()),
+            Ok(0) if bytes.is_empty() => return Ok(None),
+            Ok(0) => return Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(n) => bytes.extend_from_slice(&part[..n]),
+            Err(e) if e.kind() == io::ErrorKind::ConnectionReset => return Ok(None),
+            // The end of the time, or a signal.
+            Err(e) => match late(e) {
+                e if e.kind() == io::ErrorKind::TimedOut => {}
+                e if e.kind() == io::ErrorKind::Interrupted => {}
+                e => return Err(e),
+            },
+        }
+    }
 }
 
 /// Makes the number of `target` refer to the open file of `source`.

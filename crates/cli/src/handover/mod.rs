@@ -23,6 +23,9 @@
 //!   on. Requests that the new one has not answered are in the in-flight regions; changed metadata
 //!   are in the journals.
 //! - Each wait has a limit.
+//! - `Serves` decides which server goes on. The old one reads it, or the new one's call to send it
+//!   fails ([`Peer::receive_last`]). Until the new server knows that it is sent, it is not the
+//!   owner.
 //! - A disk that is still being opened delays no hand-over. The old server does not begin to serve
 //!   it meanwhile, and the new one opens it after `Serves`.
 //! - The program of an `exec:` image notices nothing: its connection and its process move.
@@ -36,6 +39,7 @@ mod new;
 mod old;
 
 use std::io;
+use std::net::Shutdown;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -157,12 +161,27 @@ impl Peer {
 
     fn receive_parcel(&self) -> io::Result<Parcel> {
         let received = parcel::receive(&self.0, Instant::now() + MESSAGE_TIME)?;
-        received.ok_or_else(|| io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended"))
+        received.ok_or_else(ended)
     }
 
     fn receive<T: DeserializeOwned>(&self) -> io::Result<T> {
         Ok(serde_json::from_slice(&self.receive_parcel()?.bytes)?)
     }
+
+    /// Receives the last message, which decides which server goes on. After an error, the other
+    /// server has not sent it, and cannot send it any more: its call fails. (The kernel refuses
+    /// bytes after a shutdown, and those before it can still be read.)
+    fn receive_last<T: DeserializeOwned>(&self, limit: Duration) -> io::Result<T> {
+        let received = parcel::receive_until(&self.0, Instant::now() + limit, || {
+            self.0.shutdown(Shutdown::Read)
+        })?;
+        let bytes = received.ok_or_else(ended)?;
+        Ok(serde_json::from_slice(&bytes)?)
+    }
+}
+
+fn ended() -> io::Error {
+    io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended")
 }
 
 impl HandedExports {
@@ -178,6 +197,8 @@ impl HandedExports {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Write;
+
     use blockyard_export::vhost_user::Before;
 
     use super::*;
@@ -223,6 +244,33 @@ mod tests {
             assert_eq!(recorded, serde_json::to_value(ours).unwrap());
             serde_json::from_value::<FromOld>(recorded).unwrap();
         }
+    }
+
+    fn peers() -> (Peer, Peer) {
+        let (one, other) = UnixStream::pair().unwrap();
+        (Peer(one), Peer(other))
+    }
+
+    /// The time of the wait is over in each case.
+    #[test]
+    fn both_servers_know_whether_the_last_message_has_arrived() {
+        let last = |old: &Peer| old.receive_last::<FromNew>(Duration::ZERO);
+        let (old, new) = peers();
+        new.send(&FromNew::Serves).unwrap();
+        assert!(matches!(last(&old), Ok(FromNew::Serves)));
+        let (old, new) = peers();
+        last(&old).unwrap_err();
+        new.send(&FromNew::Serves).unwrap_err();
+        // The new server is stopped in the middle of the message.
+        let (old, new) = peers();
+        let body = serde_json::to_vec(&FromNew::Serves).unwrap();
+        let header = [&(body.len() as u32).to_le_bytes()[..], &[0; 4]].concat();
+        (&new.0).write_all(&header).unwrap();
+        last(&old).unwrap_err();
+        (&new.0).write_all(&body).unwrap_err();
+        // What the old server says then still arrives.
+        old.send(&FromOld::Refused { what: "late".into() }).unwrap();
+        assert!(matches!(new.receive(), Ok(FromOld::Refused { .. })));
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! The new server of a hand-over.
 
 use std::collections::HashMap;
+use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -196,11 +197,7 @@ impl Takeover {
         // holder has started another server, and this one must end.
         holder::announce_surely().context("announcing this server to the holder")?;
         if let Err(e) = self.peer.send(&FromNew::Serves) {
-            // If the old server is alive, it has given up. It serves its disks again after this
-            // process ends.
-            if self.old_lives(DYING) {
-                bail!("the old server waits no longer: {e}");
-            }
+            self.check_old_has_ended(&e)?;
             tracing::warn!("the old server has ended before it could leave: {e}");
         }
         // Before requests begin, because a program that is not owned answers none.
@@ -212,6 +209,18 @@ impl Takeover {
         server.common.handed.clear(&names);
         server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         Ok(Remaining { added: others, unopened })
+    }
+
+    /// Returns an error if the old server is alive after the last message could not be sent to it.
+    /// Then it has given up, and serves its disks again after this process ends. It says so before
+    /// it closes the connection, because its process may not be visible here.
+    fn check_old_has_ended(&self, error: &std::io::Error) -> anyhow::Result<()> {
+        let has_left = match self.peer.receive::<FromOld>() {
+            Ok(_) => false,
+            Err(e) => e.kind() == ErrorKind::UnexpectedEof && !self.old_lives(DYING),
+        };
+        anyhow::ensure!(has_left, "the old server waits no longer: {error}");
+        Ok(())
     }
 
     /// Returns whether the old server's process does not end within `limit`.
@@ -325,4 +334,27 @@ pub fn inherited_connection() -> std::io::Result<OwnedFd> {
     rustix::net::sockopt::socket_type(&socket)?;
     parcel::replace(&stdin, std::fs::File::open("/dev/null")?.as_fd())?;
     Ok(socket)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The new server sees no process of the old one, as in another PID namespace.
+    #[test]
+    fn a_new_server_goes_on_without_the_last_message_only_if_the_old_one_has_ended() {
+        let pair = || {
+            let (old, new) = UnixStream::pair().unwrap();
+            let (offered, sockets) = Default::default();
+            (Peer(old), Takeover { peer: Peer(new), old: None, offered, sockets })
+        };
+        let late = ErrorKind::BrokenPipe.into();
+        let (old, new) = pair();
+        old.receive_last::<FromNew>(Duration::ZERO).unwrap_err();
+        old.send(&FromOld::Refused { what: "late".into() }).unwrap();
+        new.check_old_has_ended(&late).unwrap_err();
+        let (old, new) = pair();
+        drop(old);
+        new.check_old_has_ended(&late).unwrap();
+    }
 }

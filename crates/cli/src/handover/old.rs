@@ -27,13 +27,14 @@ use blockyard_yard::{DiskState, HeldOpenings, Job, JobKind, JobState};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::away::Away;
-
-use super::{FORMAT, FromNew, FromOld, NBD, Offered, OfferedProgram, Peer, away, launcher};
+use super::{
+    FORMAT, FromNew, FromOld, MESSAGE_TIME, NBD, Offered, OfferedProgram, Peer, away, launcher,
+};
 use crate::book::{HeldDisk, HoldError};
 use crate::server::Server;
 use crate::{holder, journals, supervisor};
 
-/// How long a disk may take until its image is left. Less than [`super::MESSAGE_TIME`], so that the
+/// How long a disk may take until its image is left. Less than [`MESSAGE_TIME`], so that the
 /// new server still waits, and the disks that it has are served again at once.
 const DRAIN_TIME: Duration = Duration::from_secs(20);
 /// How long a new server that has failed may close its images before it is killed.
@@ -290,7 +291,8 @@ impl<'a> HandOver<'a> {
         // The caller that learns of the end must not reach this server again.
         self.server.hand_overs.acceptance.get().inspect(|api| api.pause());
         self.peer.send(&FromOld::Commit)?;
-        match self.peer.receive().context("the new server ended when it was ready")? {
+        let last = self.peer.receive_last(MESSAGE_TIME);
+        match last.context("the new server did not confirm that it serves")? {
             FromNew::Serves => {}
             other => bail!("the new server sent {other:?} when it was ready"),
         }
