@@ -12,6 +12,7 @@ use anyhow::{Context, bail};
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Listener, keeper};
+use blockyard_image::journal;
 use blockyard_ring::parcel::{self, Parcel};
 use blockyard_ring::{host, resident};
 use blockyard_storage::target::exec;
@@ -86,6 +87,9 @@ impl Takeover {
         takeover.prepare(|takeover| {
             check_unchanged(options, config)?;
             check_state_folder(state_folder.as_deref())?;
+            // The old server could not take an image back that a journal elsewhere belongs to. A
+            // server of an older version does not say where its journals are.
+            journal::hold(state_folder.is_none());
             takeover.check_programs(config)
         })?;
         Ok(Some(takeover))
@@ -200,6 +204,7 @@ impl Takeover {
             self.check_old_has_ended(&e)?;
             tracing::warn!("the old server has ended before it could leave: {e}");
         }
+        journal::hold(false);
         // Before requests begin, because a program that is not owned answers none.
         server.book.all().iter().for_each(|disk| server.yard.own_program(&disk.args.name()));
         exec::end_unused();

@@ -5,7 +5,8 @@ Usage: between.py MESSAGE VICTIM PROGRAM ARGUMENT...
     VICTIM    old, new or both; the message still arrives at a server that lives. hung: the new one
               stops, and the old one is killed. format: none, and the parcels of the message have a
               newer format. A path: the process that the file names; the message arrives when it has
-              ended
+              ended. wait:PATH: none; the message waits until the FIFO at PATH is written, and
+              PATH.held exists then
     PROGRAM   the new server, which this process becomes. A child relays for the old server.
 Standard input is the connection to the old server, which is the parent of this process.
 """
@@ -74,7 +75,12 @@ def kill():
         signal.pidfd_send_signal(new, signal.SIGSTOP)
     if VICTIM in ("old", "both", "hung"):
         os.kill(OLD, signal.SIGKILL)
-    if "/" in VICTIM:
+    if VICTIM.startswith("wait:"):
+        path = VICTIM.removeprefix("wait:")
+        open(path + ".held", "w").close()
+        with open(path) as fifo:
+            fifo.read()
+    elif "/" in VICTIM:
         with open(VICTIM) as file:
             process = os.pidfd_open(int(file.read()))
         signal.pidfd_send_signal(process, signal.SIGKILL)

@@ -6,7 +6,7 @@ use std::process::Command;
 
 use blockyard_driver::status;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, StateFolder, until};
 use crate::guest::Guest;
 use crate::handover::{Case, ctl, end_server, is_running, script};
 
@@ -148,6 +148,55 @@ fn a_new_server_with_another_folder_of_journals_is_refused() {
     guest.leave();
     assert!(daemon.running());
     daemon.stop();
+}
+
+/// The old server has no journals, so it would not find those of the new one.
+#[test]
+fn a_server_without_journals_takes_back_what_a_new_one_with_journals_has_served() {
+    let case = Case::new();
+    let [pid, fifo] = ["pid", "fifo"].map(|name| case.folder.join(name));
+    let state = StateFolder::new();
+    let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+    rustix::fs::mknodat(rustix::fs::CWD, &fifo, rustix::fs::FileType::Fifo, mode, 0).unwrap();
+    let mut command = case.command();
+    command.args(["--sandbox", "off"]).env("BLOCKYARD_STATE_FOLDER", "/proc/none");
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_ready();
+    daemon.wait_log("without journals");
+    let mut guest = Guest::connect(&case.socket);
+    assert_eq!(guest.write(0, &[1; 4096]), status::OK);
+    let proxy = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/between.py");
+    let body = format!(
+        "echo $$ >{pid:?}\nexec python3 {proxy} took wait:{} {BLOCKYARD} \"$@\" --state-folder {:?}",
+        fifo.display(),
+        state.path()
+    );
+    let program = script(&case, "slow", &body);
+    std::thread::scope(|scope| {
+        let upgrade =
+            scope.spawn(|| ctl(&case, &["upgrade", "--binary", program.to_str().unwrap()]));
+        until("the new server has the disk", SOON, || fifo.with_extension("held").exists());
+        // The new server answers: it changes metadata.
+        for number in 1..8 {
+            assert_eq!(guest.write(number << 11, &[number as u8; 4096]), status::OK);
+        }
+        let new: i32 = std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap();
+        let new = rustix::process::Pid::from_raw(new).unwrap();
+        rustix::process::kill_process(new, rustix::process::Signal::KILL).unwrap();
+        std::fs::write(&fifo, "").unwrap();
+        assert!(upgrade.join().unwrap().err.contains("not upgraded"));
+    });
+    for number in 1..8 {
+        assert_eq!(guest.read(number << 11, 4096), Ok(vec![number as u8; 4096]));
+    }
+    assert_eq!(guest.write(0, &[2; 4096]), status::OK);
+    // After an upgrade the journals begin.
+    let new = case.replace_by(daemon, case.takeover().arg("--state-folder").arg(state.path()));
+    assert_eq!(guest.write(9 << 11, &[9; 4096]), status::OK);
+    assert_eq!(state.journals(), 1, "{}", new.log());
+    guest.leave();
+    new.stop();
+    case.is_clean();
 }
 
 /// The old server ends its disk after the new one has begun to serve, and that takes some time.

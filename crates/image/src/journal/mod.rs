@@ -48,6 +48,16 @@ pub use self::store::{ImageKey, JournalStore, MemoryStore, StateFolder, StoreErr
 
 const STRUCTURE: &str = "journal of the image";
 
+/// Whether no journal of this process may begin.
+static HELD: AtomicBool = AtomicBool::new(false);
+
+/// Lets no journal begin, or lets them begin again. Meanwhile changed metadata are flushed before
+/// each answer. A server that takes over holds the journals while another one that could not find
+/// them may still take its images back.
+pub fn hold(is_held: bool) {
+    HELD.store(is_held, Ordering::SeqCst);
+}
+
 /// What an answered write survives, apart from a power cut.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub enum SafetyMode {
@@ -224,6 +234,9 @@ impl Journal {
     /// Creates the log. The caller then marks the image with the session, and calls
     /// [`Journal::set_marked`] or [`Journal::fail`].
     pub fn begin(&self) -> Result<Session, StoreError> {
+        if HELD.load(Ordering::SeqCst) {
+            return Err(StoreError::Held);
+        }
         let (store, image) = self.safety.place().ok_or(StoreError::None)?;
         let log = store.create(&image)?;
         if self.is_late() {

@@ -84,6 +84,8 @@ pub enum StoreError {
     Unusable { path: PathBuf, what: String },
     #[error("there is no state folder")]
     None,
+    #[error("another server may take the image back, and would not find the journal")]
+    Held,
     #[error("memory for a journal: {0}")]
     Memory(io::Error),
     #[error("finding the identity of the image: {0}")]
