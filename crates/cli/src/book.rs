@@ -85,8 +85,7 @@ impl Book {
         entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
         let (arrival, is_held, is_opening, jobs, kept) = (entries.arrivals, true, true, 0, 0);
-        let entry =
-            Entry { args, keys, by_api, image, jobs, kept, arrival, is_held, is_opening };
+        let entry = Entry { args, keys, by_api, image, jobs, kept, arrival, is_held, is_opening };
         entries.all.insert(name.clone(), entry);
         Ok(HeldDisk { book: self, name, is_leaving: true })
     }

@@ -20,6 +20,7 @@ use blockyard_control::types::{HandedOver, Upgraded};
 use blockyard_disk::SnapshotOptions;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::keeper;
+use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
 use blockyard_storage::Program;
