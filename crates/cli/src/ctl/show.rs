@@ -197,9 +197,9 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
     for disk in disks.iter().filter(|disk| disk.paused > 0) {
         let _ = write!(
             text,
-            "\n{}: {} without space on the host: free some, then {}\n",
+            "\n{}: requests that wait for space on the host: {}; free some, then {}\n",
             clean(&disk.name),
-            number(disk.paused, "request"),
+            disk.paused,
             resume(&disk.name)
         );
     }
@@ -409,7 +409,8 @@ mod tests {
         let text = status(&server, std::slice::from_ref(&paused), &[]);
         assert!(text.contains("process 2, 1 disk, configuration"), "{text}");
         let lines = [
-            "a b: 1 request without space on the host: free some, then `blockyard ctl resume 'a b'`",
+            "a b: requests that wait for space on the host: 1; free some, then `blockyard ctl resume \
+             'a b'`",
             "c: a drain holds its requests back until `blockyard ctl resume c`",
         ];
         let drained = DiskRow { drained: true, ..row_of("c") };

@@ -21,7 +21,7 @@ fn commands_print_tables_or_json_and_fail_with_the_reason() {
     let out = ctl(&server, &["add", "name=a", "image=ram:1M", &socket, "weight=50"]).good();
     assert!(out.contains("serving") && out.contains("weight"), "{out}");
     let out = ctl(&server, &["status"]).good();
-    assert!(out.contains("1 disks") && out.contains("1 MiB"), "{out}");
+    assert!(out.contains(", 1 disk,") && out.contains("1 MiB"), "{out}");
     let out = ctl(&server, &["list", "--json"]).good();
     let list: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(list["disks"][0]["name"], "a");
