@@ -12,6 +12,7 @@
 //!   page       what the metrics' address offers
 //!   body       reads a JSON body within bounds
 //!   wrong_type describes values of a wrong type without Rust's names of types
+//!   log        lines about calls and connections, within bounds
 //!   server     the thread that accepts connections, and the bounds of a connection
 //!   connections  the connections of a listener, and which of them makes room for another one
 //!   access     who may connect
@@ -35,6 +36,7 @@ mod connections;
 mod description;
 pub mod events;
 pub mod figures;
+mod log;
 pub mod metrics;
 mod operator;
 mod page;

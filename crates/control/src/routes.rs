@@ -3,14 +3,13 @@
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use axum::extract::{FromRequestParts, Path, Request, State};
+use axum::http::StatusCode;
 use axum::http::request::Parts;
-use axum::http::{Method, StatusCode};
-use axum::middleware::{self, Next};
-use axum::response::Response;
-use axum::{Extension, Json, Router};
+use axum::middleware;
+use axum::{Json, Router};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
 use utoipa::OpenApi;
@@ -18,10 +17,10 @@ use utoipa::openapi::OpenApi as Description;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::access::Peer;
 use crate::body::{Body, Keys, Parameters};
 use crate::description::complete;
 use crate::events::stream as events;
+use crate::log::{self, FailedCalls};
 use crate::operator::{Answer, Operator};
 use crate::problem::{Kind, Problem};
 use crate::query::{DESCRIPTION, KnownParameters, refuse_unknown};
@@ -205,19 +204,7 @@ pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
             );
             Problem::new(Kind::NotFound, what)
         })
-        .layer(middleware::from_fn(log_changes))
-}
-
-/// Logs calls that may change something, and who makes them.
-async fn log_changes(Extension(peer): Extension<Peer>, request: Request, next: Next) -> Response {
-    if matches!(*request.method(), Method::GET | Method::HEAD) {
-        return next.run(request).await;
-    }
-    let (method, path, begin) = (request.method().clone(), request.uri().clone(), Instant::now());
-    let response = next.run(request).await;
-    let (status, ms) = (response.status().as_u16(), begin.elapsed().as_millis());
-    tracing::info!("api: {method} {path} by {peer}: status {status} after {ms} ms");
-    response
+        .layer(middleware::from_fn_with_state(FailedCalls::default(), log::changes))
 }
 
 /// Returns what the server is.

@@ -25,6 +25,7 @@ use tokio_io_timeout::TimeoutStream;
 use crate::access::Access;
 use crate::connections::{Connection, Connections, follow};
 use crate::events::EventLog;
+use crate::log::ConnectionLog;
 use crate::operator::Operator;
 use crate::scrape::{Cutoff, Scrapes};
 use crate::{page, routes};
@@ -197,6 +198,7 @@ async fn accept_api(
     router: Router,
     mut door: Door,
 ) {
+    let lines = ConnectionLog::default();
     while let Some(place) = door.opened().await {
         let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
             continue;
@@ -208,14 +210,15 @@ async fn accept_api(
                     let connection = door.connections.add(place);
                     tokio::spawn(serve(stream, peer.to_string(), router, connection));
                 }
-                Err(e) => tracing::warn!("api: refused {e}"),
+                Err(e) => lines.refused(&e),
             },
-            Err(e) => cannot_accept("api", &e).await,
+            Err(e) => cannot_accept(&lines, "api", &e).await,
         }
     }
 }
 
 async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut door: Door) {
+    let lines = ConnectionLog::default();
     while let Some(place) = door.opened().await {
         let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
             continue;
@@ -225,13 +228,13 @@ async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut d
                 let connection = door.connections.add(place);
                 tokio::spawn(serve(stream, peer.to_string(), router.clone(), connection));
             }
-            Err(e) => cannot_accept("metrics", &e).await,
+            Err(e) => cannot_accept(&lines, "metrics", &e).await,
         }
     }
 }
 
-async fn cannot_accept(what: &str, error: &io::Error) {
-    tracing::warn!("{what}: cannot accept a connection: {error}");
+async fn cannot_accept(lines: &ConnectionLog, what: &str, error: &io::Error) {
+    lines.failed(what, error);
     tokio::time::sleep(ACCEPT_PAUSE).await;
 }
 

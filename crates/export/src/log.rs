@@ -5,12 +5,9 @@
 //! all the time does not suppress warnings.
 
 use std::fmt::Arguments;
-use std::sync::Mutex;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-/// Number of lines that may be written at once, and the time after which one more may be written.
-const BURST: u32 = 10;
-const PAUSE: Duration = Duration::from_secs(10);
+pub(crate) use blockyard_ring::log_budget::{Budget, Withheld};
 
 /// The limits for the lines of one disk.
 #[derive(Debug, Default)]
@@ -32,70 +29,5 @@ impl Log {
         if let Some(withheld) = self.warnings.admit(Instant::now()) {
             tracing::warn!(disk, queue, "{what}{}", Withheld(withheld));
         }
-    }
-}
-
-/// A limit on the rate of log lines: a burst of [`BURST`] lines, and then one line in each
-/// [`PAUSE`].
-#[derive(Debug, Default)]
-pub(crate) struct Budget(Mutex<State>);
-
-#[derive(Debug, Default)]
-struct State {
-    /// Number of lines of the burst that are used up. Each pause makes one line available again.
-    spent: u32,
-    /// Time when a line last became available again.
-    since: Option<Instant>,
-    withheld: u64,
-}
-
-impl Budget {
-    /// Returns the number of lines suppressed since the last written one, if a line may be written
-    /// now. Returns `None` if no line may be written now.
-    pub(crate) fn admit(&self, now: Instant) -> Option<u64> {
-        let mut state = self.0.lock().unwrap_or_else(|e| e.into_inner());
-        let since = *state.since.get_or_insert(now);
-        let returned = now.saturating_duration_since(since).as_secs() / PAUSE.as_secs();
-        if returned > 0 {
-            state.spent = state.spent.saturating_sub(u32::try_from(returned).unwrap_or(u32::MAX));
-            state.since = Some(now);
-        }
-        if state.spent < BURST {
-            state.spent += 1;
-            return Some(std::mem::take(&mut state.withheld));
-        }
-        state.withheld += 1;
-        None
-    }
-}
-
-/// Displays the number of suppressed lines, or nothing for 0.
-pub(crate) struct Withheld(pub u64);
-
-impl std::fmt::Display for Withheld {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        if self.0 > 0 {
-            write!(f, " ({} lines were left out before this one)", self.0)
-        } else {
-            Ok(())
-        }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_flood_writes_a_burst_and_then_one_line_for_each_pause() {
-        let (budget, start) = (Budget::default(), Instant::now());
-        let at = |ms| start + Duration::from_millis(ms);
-        let written = |from: u64, to: u64| {
-            (from..to).filter_map(|ms| budget.admit(at(ms))).collect::<Vec<_>>()
-        };
-        assert_eq!(written(0, 9_999), [0; BURST as usize]);
-        assert_eq!(written(10_000, 30_000), [9_989, 9_999]);
-        // After a long silence the whole burst is available again.
-        assert_eq!(written(1_000_000, 1_000_100).len(), BURST as usize);
     }
 }

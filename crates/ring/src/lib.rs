@@ -29,6 +29,7 @@
 //!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
 //!   holder     a process that keeps descriptors for a server, and starts it again
 //!   witness    a process outside the sandbox        holders   processes that have locked a file
+//!   log_budget limits log lines that peers cause
 //!   user       the user that a server runs as      child     processes that signals do not end
 //! ```
 //!
@@ -60,6 +61,7 @@ mod inbox;
 pub mod inherited;
 pub mod join;
 mod locals;
+pub mod log_budget;
 mod mapper;
 mod mapping;
 pub mod memory;

@@ -38,6 +38,22 @@ fn a_thousand_idle_connections_take_few_descriptors_and_the_server_answers() {
 }
 
 #[test]
+fn calls_that_fail_do_not_fill_the_log_and_changes_are_all_logged() {
+    let server = Server::start();
+    for _ in 0..100 {
+        server.bad("DELETE", "/v1/disks/none", "", 404);
+    }
+    for _ in 0..20 {
+        server.good("POST", "/v1/disks", server.keys("a"));
+        server.good("DELETE", "/v1/disks/a", Value::Null);
+    }
+    let log = server.daemon.stop();
+    let lines = |call: &str| log.lines().filter(|line| line.contains(call)).count();
+    assert!((10..100).contains(&lines("DELETE /v1/disks/none")), "{log}");
+    assert_eq!((lines("POST /v1/disks "), lines("DELETE /v1/disks/a ")), (20, 20), "{log}");
+}
+
+#[test]
 fn connections_that_send_part_of_a_request_are_closed() {
     let server = Server::start();
     // The server waits for the rest of all of them at the same time.
