@@ -26,7 +26,7 @@ pub fn run(options: &ServeOptions, config: &Config) -> Result<(), Failure> {
 /// Returns the first thing of the configuration that the host lacks. A socket's folder may be made
 /// later, when the service starts.
 fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
-    sandbox::reserve(options.config.as_deref());
+    sandbox::reserve(options.config.as_deref(), &config.disks);
     sandbox::check_host(&config.sandbox(&options.sandbox), config)?;
     let api = config.api(&options.api);
     if let Some(path) = &api.api {

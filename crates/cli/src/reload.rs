@@ -114,7 +114,7 @@ impl Server {
         let images = Images::of(&before);
         let identify = |disk: &DiskArgs| images.known(disk);
         let config = Config::identified(&self.options, &identify)?;
-        sandbox::reserve(self.options.config.as_deref());
+        sandbox::reserve(self.options.config.as_deref(), &config.disks);
         self.check_main(&config)?;
         config.api(&self.options.api).check()?;
         config.check_each(check)?;

@@ -109,7 +109,7 @@ fn user_option(name: &str, config: &Config) -> &'static str {
 
 /// Changes the user and enters the sandbox, as the options say.
 pub fn enter(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure> {
-    reserve(needs.config_file);
+    reserve(needs.config_file, &needs.config.disks);
     let entered = become_confined(args, needs);
     early::end();
     entered
@@ -218,9 +218,16 @@ pub fn run_witness() -> std::io::Result<()> {
     })
 }
 
-/// Notes which files belong to the configuration: no disk may use them.
-pub fn reserve(config: Option<&Path>) {
-    config.into_iter().for_each(|config| sandbox::reserve(files::reserved(config)));
+/// Notes which files belong to the configuration, and which programs the next server starts: no
+/// disk may use them.
+pub fn reserve(config: Option<&Path>, disks: &[DiskArgs]) {
+    let programs = disks.iter().filter_map(|disk| {
+        let (scheme, name) = Source::scheme_of(&disk.image)?;
+        scheme.program(name)
+    });
+    let own = std::env::current_exe().ok();
+    let reserved = config.map(files::reserved).unwrap_or_default();
+    sandbox::reserve(reserved.and(programs.chain(own)));
 }
 
 /// Returns an error if a new disk names files of the server's configuration. A client could write
@@ -233,8 +240,8 @@ fn check_reserved(disk: &DiskArgs) -> anyhow::Result<()> {
             .map_err(|e| anyhow::anyhow!("disk \"{name}\": {what} {e}"))?;
         anyhow::ensure!(
             !is_reserved,
-            "disk \"{name}\": {what} {}: it belongs to the server's configuration, which no disk \
-             may use: choose another place",
+            "disk \"{name}\": {what} {}: it belongs to the server's configuration or is a \
+             program of it, which no disk may use: choose another place",
             path.display()
         );
         Ok(())

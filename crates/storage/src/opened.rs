@@ -89,7 +89,7 @@ pub enum OpenError {
     Overlaid { path: PathBuf, overlay: PathBuf },
     #[error("image {}: {advice}", path.display())]
     Sandboxed { path: PathBuf, advice: String, source: io::Error },
-    #[error("image {}: it belongs to the server's configuration, which no disk may use", path.display())]
+    #[error("image {}: it belongs to the server's configuration or is a program of it, which no disk may use", path.display())]
     Reserved { path: PathBuf },
     #[error("image {}: {operation}", path.display())]
     Io { path: PathBuf, operation: &'static str, source: io::Error },

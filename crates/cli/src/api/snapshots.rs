@@ -181,8 +181,8 @@ impl Server {
 fn check_overlay(overlay: &str, persist: bool) -> Answer<()> {
     if is_reserved(overlay.as_ref()) {
         let what = format!(
-            "overlay {overlay}: it belongs to the server's configuration, which no disk may use: \
-             choose another place"
+            "overlay {overlay}: it belongs to the server's configuration or is a program of it, \
+             which no disk may use: choose another place"
         );
         return Err(Problem::new(Kind::Invalid, what).in_field("overlay"));
     }

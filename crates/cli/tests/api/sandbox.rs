@@ -155,6 +155,7 @@ fn no_disk_uses_the_files_of_the_configuration() {
             );
         }
     }
+    reserved(&server, &json!({ "name": "w", "image": BLOCKYARD, "format": "raw", "nbd": nbd }));
     let top = overlay(&server, "top.qcow2", "conf.d/90-ctl-x.toml");
     reserved(&server, &json!({ "name": "w", "image": top, "nbd": nbd }));
     for socket in ["conf.d/s", "folder/s", "conf.d/50.toml"].map(at) {

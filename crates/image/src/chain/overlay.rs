@@ -285,7 +285,8 @@ fn new_file(
     let path = &options.path;
     let wrong = |error| ChainError::Image { path: path.clone(), error };
     if sandbox::is_reserved(path) {
-        let what = "it belongs to the server's configuration, which no disk may use";
+        let what =
+            "it belongs to the server's configuration or is a program of it, which no disk may use";
         return Err(wrong(ImageError::refused(OVERLAY, what)));
     }
     let made = File::options().write(true).create_new(true).mode(PRIVATE).open(path);

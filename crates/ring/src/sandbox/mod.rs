@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   folders   Landlock: the folders that the process may use
-//!   reserved  the files of the configuration, which no disk may use
+//!   reserved  the files of the configuration and programs, which no disk may use
 //!   calls     seccomp: the system calls of each kind of thread
 //!   trap      the end of the process at a system call that is refused
 //! ```

@@ -1,10 +1,10 @@
-//! The files of the server's configuration. No disk may use them.
+//! The files of the server's configuration, and the programs that it starts. No disk may use them.
 //!
-//! In: the main file, the folder of its parts, and the files that the server has read. Out: whether
-//! a path or an open file is one of them. What must hold: the answer is the same for each name of a
-//! file: links and hard links do not hide it. The answer does not depend on the sandbox, because a
-//! folder of images may also have the configuration, and Landlock cannot leave a part of a folder
-//! out.
+//! In: the main file, the folder of its parts, the files that the server has read, and programs.
+//! Out: whether a path or an open file is one of them. What must hold: the answer is the same for
+//! each name of a file: links and hard links do not hide it. The answer does not depend on the
+//! sandbox, because a folder of images may also have the configuration, and Landlock cannot leave a
+//! part of a folder out.
 
 use std::collections::HashSet;
 use std::io;
@@ -17,36 +17,45 @@ use super::folders::real;
 
 static RESERVED: RwLock<Option<Reserved>> = RwLock::new(None);
 
-/// Files that belong to the configuration.
+/// Files that no disk may use.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct Reserved {
     /// The main file, which may be missing.
-    pub main: PathBuf,
+    main: Option<PathBuf>,
     /// The folder of the other files, which may be missing.
-    pub folder: PathBuf,
+    folder: Option<PathBuf>,
     /// Device and inode of the present files, so that a hard link and the end of a link of the
     /// folder are known.
-    pub files: HashSet<(u64, u64)>,
+    files: HashSet<(u64, u64)>,
 }
 
 impl Reserved {
-    /// Reads which files there are. `is_part`: whether a file of the folder is read.
+    /// Reads which files a configuration has. `is_part`: whether a file of the folder is read.
     pub fn of(main: &Path, folder: &Path, is_part: impl Fn(&Path) -> bool) -> Self {
         let parts = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let parts = parts.map(|entry| entry.path()).filter(|path| is_part(path));
-        let all = parts.chain([main.to_path_buf()]);
-        let files = all.filter_map(|path| std::fs::metadata(path).ok());
-        let files = files.map(|meta| (meta.dev(), meta.ino())).collect();
-        let absolute = |path: &Path| std::path::absolute(path).unwrap_or_else(|_| path.into());
+        let files = parts.chain([main.to_path_buf()]).filter_map(|path| identity(&path)).collect();
+        let absolute = |path: &Path| std::path::absolute(path).ok();
         Reserved { main: absolute(main), folder: absolute(folder), files }
+    }
+
+    /// Adds files, such as programs.
+    pub fn and(mut self, files: impl IntoIterator<Item = PathBuf>) -> Self {
+        self.files.extend(files.into_iter().filter_map(|path| identity(&path)));
+        self
     }
 
     fn has(&self, real_path: &Path, file: Option<(u64, u64)>) -> bool {
         // A link may lead elsewhere since.
-        real_path.starts_with(real(&self.folder))
-            || real_path == real(&self.main)
+        self.folder.as_deref().is_some_and(|folder| real_path.starts_with(real(folder)))
+            || self.main.as_deref().is_some_and(|main| real_path == real(main))
             || file.is_some_and(|file| self.files.contains(&file))
     }
+}
+
+/// Returns device and inode of a file, if it exists.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
 /// Reserves these files, instead of those of an earlier call.
@@ -59,13 +68,12 @@ fn is_in(path: &Path, file: Option<(u64, u64)>) -> bool {
     reserved.as_ref().is_some_and(|reserved| reserved.has(path, file))
 }
 
-/// Returns whether a path leads to a file of the configuration. The file may be missing.
+/// Returns whether a path leads to a reserved file. The file may be missing.
 pub fn is_reserved(path: &Path) -> bool {
-    let file = std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()));
-    is_in(&real(path), file)
+    is_in(&real(path), identity(path))
 }
 
-/// Returns whether an open file belongs to the configuration, whatever its name was.
+/// Returns whether an open file is reserved, whatever its name was.
 pub fn is_reserved_file(file: impl AsFd) -> io::Result<bool> {
     let file = file.as_fd();
     // Other programs than servers need no /proc for this.
@@ -92,7 +100,9 @@ mod tests {
         for sub in ["conf/conf.d/more", "images", "elsewhere"] {
             std::fs::create_dir_all(at(sub)).unwrap();
         }
-        for file in ["conf/main", "conf/conf.d/a.toml", "elsewhere/part", "images/disk"] {
+        for file in
+            ["conf/main", "conf/conf.d/a.toml", "elsewhere/part", "images/disk", "images/program"]
+        {
             std::fs::write(at(file), "").unwrap();
         }
         symlink(at("elsewhere/part"), at("conf/conf.d/b.toml")).unwrap();
@@ -102,10 +112,10 @@ mod tests {
         std::fs::hard_link(at("conf/conf.d/a.toml"), at("images/hard")).unwrap();
         let is_part = |path: &Path| path.extension().is_some_and(|it| it == "toml");
         let reserved = Reserved::of(&at("conf/main"), &at("conf/conf.d"), is_part);
+        let reserved = reserved.and([at("images/program")]);
         let has = |name: &str| {
             let path = at(name);
-            let meta = std::fs::metadata(&path).ok();
-            reserved.has(&real(&path), meta.map(|meta| (meta.dev(), meta.ino())))
+            reserved.has(&real(&path), identity(&path))
         };
         for name in [
             "conf/main",
@@ -120,12 +130,15 @@ mod tests {
             "images/link",
             "images/main",
             "images/hard",
+            "images/program",
         ] {
             assert!(has(name), "{name}");
         }
         for name in ["images/disk", "images/new", "conf/disk", "conf/conf.d.img", "elsewhere/new"] {
             assert!(!has(name), "{name}");
         }
+        let none = Reserved::default();
+        assert!(!none.has(&at("images/disk"), identity(&at("images/disk"))));
         // The main file is reserved before it exists.
         std::fs::remove_file(at("conf/main")).unwrap();
         assert!(has("conf/main"));
