@@ -13,7 +13,7 @@ use crate::small_file;
 
 pub use crate::holders::{Holder, holders};
 pub use crate::topology::{Geometry, Topology};
-use crate::topology::{device_folder, read_number};
+use crate::topology::{device_folder, lowest_device, read_number};
 
 /// Maximum number of iovec entries in a system call (IOV_MAX).
 const IOV_MOST: usize = 1024;
@@ -74,14 +74,16 @@ pub fn request_limits(device: impl AsFd) -> Option<RequestLimits> {
 
 /// Returns the block device under a file (or the file itself, if it is one) as "major:minor", and
 /// whether it is rotational. For a partition it is the whole disk, because partitions share one
-/// queue. A file system without a block device (tmpfs, NFS, Btrfs) counts as a device of its own.
+/// queue. For a mapped device on one other device (a logical volume, dm-crypt) it is that one. A
+/// file system without a block device (tmpfs, NFS, Btrfs), and a mapped device on several others
+/// (RAID, multipath), counts as a device of its own.
 pub fn backing_device(fd: impl AsFd) -> io::Result<(String, bool)> {
     let stat = rustix::fs::fstat(fd.as_fd())?;
     let is_device =
         rustix::fs::FileType::from_raw_mode(stat.st_mode) == rustix::fs::FileType::BlockDevice;
     let dev = if is_device { stat.st_rdev } else { stat.st_dev };
     let own = format!("{}:{}", rustix::fs::major(dev), rustix::fs::minor(dev));
-    let Some(folder) = device_folder(dev) else { return Ok((own, false)) };
+    let Some(folder) = device_folder(dev).map(lowest_device) else { return Ok((own, false)) };
     let whole = std::fs::read_to_string(folder.join("dev"))
         .map_or(own, |numbers| numbers.trim().to_string());
     // Ignore the flag of a virtual disk, because it reports rotational by default.

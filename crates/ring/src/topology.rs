@@ -120,6 +120,27 @@ pub(crate) fn device_folder(dev: u64) -> Option<PathBuf> {
     }
 }
 
+/// Most mapped devices one over the other. The kernel has no such limit, but no host has more.
+const MOST_MAPPED: usize = 16;
+
+/// Returns the sysfs folder of the device on which a mapped device lies, if that is one device. Its
+/// folder `slaves` has a link to each device or partition below.
+pub(crate) fn lowest_device(folder: PathBuf) -> PathBuf {
+    let mut lowest = folder;
+    for _ in 0..MOST_MAPPED {
+        let Ok(below) = std::fs::read_dir(lowest.join("slaves")) else { break };
+        let below: Vec<_> =
+            below.filter_map(|entry| entry.ok()?.path().canonicalize().ok()).collect();
+        let [one] = &below[..] else { break };
+        lowest = match one.join("queue").exists() {
+            true => one.clone(),
+            // A partition.
+            false => one.parent().map_or_else(|| one.clone(), Path::to_path_buf),
+        };
+    }
+    lowest
+}
+
 pub(crate) fn read_number(path: &Path) -> Option<u32> {
     std::fs::read_to_string(path)
         .ok()?
@@ -146,6 +167,41 @@ mod tests {
 
     fn first_device(file: &std::fs::File) -> u64 {
         rustix::fs::fstat(file).unwrap().st_dev
+    }
+
+    #[test]
+    fn a_mapped_device_on_one_device_is_that_one() {
+        let sys = std::env::temp_dir().join(format!("mapped-{}", std::process::id()));
+        let folder = |name: &str| {
+            std::fs::create_dir_all(sys.join(name)).unwrap();
+            sys.join(name)
+        };
+        let (disk, other) = (folder("disk"), folder("other"));
+        ["disk/queue", "disk/part", "other/queue"].iter().for_each(|name| drop(folder(name)));
+        let mapped = |name: &str, below: &[&str]| {
+            let slaves = folder(&format!("{name}/slaves"));
+            folder(&format!("{name}/queue"));
+            for name in below {
+                let link = slaves.join(name.replace('/', "-"));
+                std::os::unix::fs::symlink(sys.join(name), link).unwrap();
+            }
+            sys.join(name)
+        };
+        let volume = mapped("volume", &["disk/part"]);
+        let encrypted = mapped("encrypted", &["volume"]);
+        let raid = mapped("raid", &["disk", "other"]);
+        let on_raid = mapped("on-raid", &["raid"]);
+        for (device, expected) in [
+            (&disk, &disk),
+            (&other, &other),
+            (&volume, &disk),
+            (&encrypted, &disk),
+            (&raid, &raid),
+            (&on_raid, &raid),
+        ] {
+            assert_eq!(lowest_device(device.clone()), *expected);
+        }
+        std::fs::remove_dir_all(&sys).unwrap();
     }
 
     #[test]
