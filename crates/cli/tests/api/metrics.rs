@@ -161,7 +161,14 @@ fn each_metric_moves_under_load() {
         LoadOptions { ops: Some(20_000), ..read },
         LoadOptions { ops: Some(20_000), ..write },
         LoadOptions { depth: 64, runtime: 600.0, ..disks.load("limited") },
-        LoadOptions { depth: 256, runtime: 600.0, ..disks.load("thrasher") },
+        // Its flushes wait for their share, too.
+        LoadOptions {
+            rw: Pattern::Write,
+            flush_every: 64,
+            depth: 256,
+            runtime: 600.0,
+            ..disks.load("thrasher")
+        },
         LoadOptions { depth: 2, runtime: 600.0, ..disks.load("polite") },
         LoadOptions { depth: 4, runtime: 600.0, ..disks.load("quick") },
     ];
