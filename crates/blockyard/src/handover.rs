@@ -28,15 +28,12 @@ mod this;
 
 use std::collections::{HashMap, VecDeque};
 use std::io;
-use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use blockyard_export::vhost_user::{self, Before, HandedSocket};
-use blockyard_export::{Handed, Listener, ublk};
-use blockyard_ring::parcel::{self, Parcel};
-use serde::de::DeserializeOwned;
+use blockyard_export::{Handed, Listener, Peer, ublk};
+use blockyard_ring::parcel::Parcel;
 use serde::{Deserialize, Serialize};
 
 use crate::disk::{Disk, Export};
@@ -78,31 +75,6 @@ enum FromThis {
     Welcome { disks: Vec<String>, sockets: Vec<String> },
     Given { exports: Vec<String> },
     Commit,
-}
-
-/// The connection to the other process.
-struct Peer(UnixStream);
-
-impl Peer {
-    fn send(&self, message: &impl Serialize) -> io::Result<()> {
-        let bytes = serde_json::to_vec(message)?;
-        parcel::send(&self.0, &bytes, &[], Instant::now() + MESSAGE_TIME)
-    }
-
-    fn send_parcel(&self, parcel: &Parcel) -> io::Result<()> {
-        let fds: Vec<_> = parcel.fds.iter().map(AsFd::as_fd).collect();
-        parcel::send(&self.0, &parcel.bytes, &fds, Instant::now() + MESSAGE_TIME)
-    }
-
-    fn receive_parcel(&self) -> io::Result<Parcel> {
-        let received = parcel::receive(&self.0, Instant::now() + MESSAGE_TIME)?;
-        let ended = || io::Error::new(io::ErrorKind::UnexpectedEof, "the other process has ended");
-        received.ok_or_else(ended)
-    }
-
-    fn receive<T: DeserializeOwned>(&self) -> io::Result<T> {
-        Ok(serde_json::from_slice(&self.receive_parcel()?.bytes)?)
-    }
 }
 
 /// Returns an error for a message that does not fit.

@@ -7,7 +7,7 @@ use blockyard_disk::Carried;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 
-use super::{CARRIED, FORMAT, FromNext, FromThis, Peer, check_exports, unexpected};
+use super::{CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, Peer, check_exports, unexpected};
 use crate::disk::{Disk, Export};
 use crate::error::{Error, ErrorKind};
 use crate::yard::Yard;
@@ -30,7 +30,7 @@ impl Yard {
         disk: impl FnMut(&str) -> Option<Disk>,
     ) -> Result<Self, Error> {
         let yard = Yard::start(reactors)?;
-        let peer = Peer(from);
+        let peer = Peer::new(from, MESSAGE_TIME);
         custody::wait_with_all_disks();
         match yard.take(&peer, disk) {
             Ok(()) => {
@@ -81,7 +81,15 @@ impl Yard {
             FromThis::Commit => {}
             other => return Err(talking(unexpected(&other))),
         }
-        peer.send(&FromNext::Serves).map_err(talking)
+        let Err(e) = peer.send(&FromNext::Serves) else { return Ok(()) };
+        // The process before says that it has given up, before it closes the connection.
+        match peer.receive::<FromThis>() {
+            Err(end) if end.kind() == io::ErrorKind::UnexpectedEof => {
+                tracing::warn!("the process before has ended before it could leave: {e}");
+                Ok(())
+            }
+            _ => Err(talking(e)),
+        }
     }
 
     fn take_one(&self, peer: &Peer, disk: Disk) -> Result<(), Error> {

@@ -16,7 +16,7 @@ use blockyard_ring::parcel::Parcel;
 use blockyard_yard::{HandedDisk, Pending};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{CARRIED, FORMAT, FromNext, FromThis, Peer, kinds, unexpected};
+use super::{CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, Peer, kinds, unexpected};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind};
 use crate::yard::{HandedOver, Yard};
@@ -70,7 +70,14 @@ impl Yard {
         again: impl FnMut(&str) -> Disk,
     ) -> Result<Vec<HandedOver>, Error> {
         let (away, late, servers) = Default::default();
-        let mut run = HandOver { yard: self, peer: Peer(to), process: None, away, late, servers };
+        let mut run = HandOver {
+            yard: self,
+            peer: Peer::new(to, MESSAGE_TIME),
+            process: None,
+            away,
+            late,
+            servers,
+        };
         match run.run() {
             Ok(()) => {
                 custody::set(Custody::Gone);
@@ -118,7 +125,7 @@ impl HandOver<'_> {
             return Err(failed(io::Error::other(what)));
         }
         self.peer.send(&FromThis::Commit).map_err(failed)?;
-        match self.peer.receive().map_err(failed)? {
+        match self.peer.receive_last(MESSAGE_TIME).map_err(failed)? {
             FromNext::Serves => {}
             FromNext::Failed { what } => return Err((io::Error::other(what), true)),
             other => return Err(failed(unexpected(&other))),
@@ -139,7 +146,7 @@ impl HandOver<'_> {
             let what = format!("it takes disks in format {format}, and this one knows {FORMAT}");
             return Err(io::Error::new(io::ErrorKind::Unsupported, what));
         }
-        self.process = Some(process_of(&self.peer.0, process)?);
+        self.process = Some(process_of(self.peer.stream(), process)?);
         let servers = self.yard.servers.lock().unwrap_or_else(PoisonError::into_inner);
         self.servers = servers.values().filter_map(Weak::upgrade).collect();
         drop(servers);

@@ -13,7 +13,7 @@ use blockyard_ring::parcel::Parcel;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
 use super::old::{Alone, hand_over, refuse};
-use super::{FromOld, Peer};
+use super::{FromOld, MESSAGE_TIME, Peer};
 use crate::server::Server;
 
 /// Waits for new servers on the socket of `--control`. Drop ends it.
@@ -85,12 +85,12 @@ fn came(server: &Arc<Server>, stream: UnixStream) {
     let Some(pid) = peer.filter(|peer| peer.user == own).and_then(|peer| peer.process) else {
         let what = "only a process of this server's user, in its PID namespace, may take over";
         tracing::warn!("control: refused a connection: {what}");
-        let _ = Peer(stream).send(&FromOld::Refused { what: what.into() });
+        let _ = Peer::new(stream, MESSAGE_TIME).send(&FromOld::Refused { what: what.into() });
         return;
     };
     match Alone::of(server) {
         // The log has the outcome.
         Ok(alone) => drop(hand_over(server, stream, pid, false, alone)),
-        Err(e) => refuse(&Peer(stream), &e.into()),
+        Err(e) => refuse(&Peer::new(stream, MESSAGE_TIME), &e.into()),
     }
 }

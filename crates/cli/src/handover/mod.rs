@@ -38,18 +38,13 @@ pub mod launcher;
 mod new;
 mod old;
 
-use std::io;
-use std::net::Shutdown;
-use std::os::fd::AsFd;
-use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use anyhow::Context;
 use blockyard_disk::Carried;
-use blockyard_ring::parcel::{self, Parcel};
-use serde::de::DeserializeOwned;
+use blockyard_export::Peer;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
@@ -145,45 +140,6 @@ struct OfferedProgram {
     files: Vec<PathBuf>,
 }
 
-/// The connection to the other server.
-struct Peer(UnixStream);
-
-impl Peer {
-    fn send(&self, message: &impl Serialize) -> io::Result<()> {
-        let bytes = serde_json::to_vec(message)?;
-        parcel::send(&self.0, &bytes, &[], Instant::now() + MESSAGE_TIME)
-    }
-
-    fn send_parcel(&self, parcel: &Parcel) -> io::Result<()> {
-        let fds: Vec<_> = parcel.fds.iter().map(AsFd::as_fd).collect();
-        parcel::send(&self.0, &parcel.bytes, &fds, Instant::now() + MESSAGE_TIME)
-    }
-
-    fn receive_parcel(&self) -> io::Result<Parcel> {
-        let received = parcel::receive(&self.0, Instant::now() + MESSAGE_TIME)?;
-        received.ok_or_else(ended)
-    }
-
-    fn receive<T: DeserializeOwned>(&self) -> io::Result<T> {
-        Ok(serde_json::from_slice(&self.receive_parcel()?.bytes)?)
-    }
-
-    /// Receives the last message, which decides which server goes on. After an error, the other
-    /// server has not sent it, and cannot send it any more: its call fails. (The kernel refuses
-    /// bytes after a shutdown, and those before it can still be read.)
-    fn receive_last<T: DeserializeOwned>(&self, limit: Duration) -> io::Result<T> {
-        let received = parcel::receive_until(&self.0, Instant::now() + limit, || {
-            self.0.shutdown(Shutdown::Read)
-        })?;
-        let bytes = received.ok_or_else(ended)?;
-        Ok(serde_json::from_slice(&bytes)?)
-    }
-}
-
-fn ended() -> io::Error {
-    io::Error::new(io::ErrorKind::UnexpectedEof, "it has ended")
-}
-
 impl HandedExports {
     /// Returns what the disk itself carries over, once. None: another server has sent nothing.
     pub fn take_carried(&self, disk: &str) -> anyhow::Result<Option<Arc<Carried>>> {
@@ -198,8 +154,10 @@ impl HandedExports {
 #[cfg(test)]
 mod tests {
     use std::io::Write;
+    use std::os::unix::net::UnixStream;
 
     use blockyard_export::vhost_user::Before;
+    use blockyard_ring::parcel::Parcel;
 
     use super::*;
 
@@ -248,7 +206,7 @@ mod tests {
 
     fn peers() -> (Peer, Peer) {
         let (one, other) = UnixStream::pair().unwrap();
-        (Peer(one), Peer(other))
+        (Peer::new(one, MESSAGE_TIME), Peer::new(other, MESSAGE_TIME))
     }
 
     /// The time of the wait is over in each case.
@@ -265,9 +223,9 @@ mod tests {
         let (old, new) = peers();
         let body = serde_json::to_vec(&FromNew::Serves).unwrap();
         let header = [&(body.len() as u32).to_le_bytes()[..], &[0; 4]].concat();
-        (&new.0).write_all(&header).unwrap();
+        new.stream().write_all(&header).unwrap();
         last(&old).unwrap_err();
-        (&new.0).write_all(&body).unwrap_err();
+        new.stream().write_all(&body).unwrap_err();
         // What the old server says then still arrives.
         old.send(&FromOld::Refused { what: "late".into() }).unwrap();
         assert!(matches!(new.receive(), Ok(FromOld::Refused { .. })));

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use toml::Table;
 
-use super::{FORMAT, FromNew, FromOld, KEPT, NBD, Offered, PROGRAM, Peer};
+use super::{FORMAT, FromNew, FromOld, KEPT, MESSAGE_TIME, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
 use crate::exports;
 use crate::holder;
@@ -312,7 +312,7 @@ fn connect(control: &Path) -> anyhow::Result<Peer> {
             format!("--takeover {}: no server can be reached there", control.display())
         })?
     };
-    Ok(Peer(stream))
+    Ok(Peer::new(stream, MESSAGE_TIME))
 }
 
 const TALKING: &str = "talking to the old server";
@@ -323,7 +323,7 @@ const DYING: Duration = Duration::from_secs(2);
 /// Returns the process at the other end of a connection. `None`: it has ended, or has no number
 /// here.
 fn process(peer: &Peer) -> anyhow::Result<Option<OwnedFd>> {
-    let number = host::peer(&peer.0).and_then(|peer| peer.process);
+    let number = host::peer(peer.stream()).and_then(|peer| peer.process);
     let Some(process) = number.and_then(Pid::from_raw) else { return Ok(None) };
     match pidfd_open(process, PidfdFlags::empty()) {
         Ok(process) => Ok(Some(process)),
@@ -351,7 +351,10 @@ mod tests {
         let pair = || {
             let (old, new) = UnixStream::pair().unwrap();
             let (offered, sockets) = Default::default();
-            (Peer(old), Takeover { peer: Peer(new), old: None, offered, sockets })
+            (
+                Peer::new(old, MESSAGE_TIME),
+                Takeover { peer: Peer::new(new, MESSAGE_TIME), old: None, offered, sockets },
+            )
         };
         let late = ErrorKind::BrokenPipe.into();
         let (old, new) = pair();

@@ -214,7 +214,7 @@ pub fn hand_over(
     is_ours: bool,
     mut alone: Alone<'_>,
 ) -> anyhow::Result<Upgraded> {
-    let peer = Peer(stream);
+    let peer = Peer::new(stream, MESSAGE_TIME);
     let (pid, process) = watch(pid).inspect_err(|e| refuse(&peer, e))?;
     // Before the new server has anything of this one.
     keeper::announce_taker(Some(pid));
@@ -237,7 +237,7 @@ pub fn hand_over(
             tracing::error!("the disks stay with this server: {e:#}");
             let _ = hand_over.peer.send(&FromOld::Refused { what: format!("{e:#}") });
             // The new server must not believe any more that this one will leave.
-            let _ = hand_over.peer.0.shutdown(Shutdown::Both);
+            let _ = hand_over.peer.stream().shutdown(Shutdown::Both);
             holder::announce();
             drop(hand_over.openings.take());
             hand_over.take_back();
