@@ -230,40 +230,27 @@ pub fn reserve(config: Option<&Path>, disks: &[DiskArgs]) {
     sandbox::reserve(reserved.and(programs.chain(own)));
 }
 
-/// Returns an error if a new disk names files of the server's configuration. A client could write
-/// there what the next server does, outside the sandbox.
-fn check_reserved(disk: &DiskArgs) -> anyhow::Result<()> {
-    let name = disk.name();
-    let refuse = |what: &str, path: &Path| {
-        let file = path.to_path_buf();
-        let is_reserved = looks::look(path, looks::LIMIT, move || sandbox::is_reserved(&file))
-            .map_err(|e| anyhow::anyhow!("disk \"{name}\": {what} {e}"))?;
-        anyhow::ensure!(
-            !is_reserved,
-            "disk \"{name}\": {what} {}: it belongs to the server's configuration or is a \
-             program of it, which no disk may use: choose another place",
-            path.display()
-        );
-        Ok(())
-    };
-    image_of(disk).iter().try_for_each(|image| refuse("image", image))?;
-    local_folders(disk).try_for_each(|folder| refuse("backing folder", folder))?;
-    exports::sockets(disk).iter().try_for_each(|socket| refuse("socket", socket))
-}
+/// What is wrong with a path of the server's configuration or of its programs.
+const RESERVED: &str = "it belongs to the server's configuration or is a program of it, which no \
+                        disk may use: choose another place";
 
-/// Returns an error if the sandbox refuses what a new disk needs.
+/// Returns an error if a new disk names files of the server's configuration, or if the sandbox
+/// refuses what the disk needs. (A client could write into such files what the next server does,
+/// outside the sandbox.)
 pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
-    check_reserved(disk)?;
     let name = disk.name();
     let refused = |what: &str, path: &Path, advise: fn(&Path) -> Option<String>| {
         let file = path.to_path_buf();
+        let find = move || match sandbox::is_reserved(&file) {
+            true => Some(RESERVED.to_string()),
+            false => advise(&file),
+        };
         // Links are resolved, so this waits for the file system.
-        let advice = looks::look(path, looks::LIMIT, move || advise(&file))
+        let wrong = looks::look(path, looks::LIMIT, find)
             .map_err(|e| anyhow::anyhow!("disk \"{name}\": {what} {e}"))?;
         let path = path.display();
-        advice.map_or(Ok(()), |advice| {
-            Err(anyhow::anyhow!("disk \"{name}\": {what} {path}: {advice}"))
-        })
+        wrong
+            .map_or(Ok(()), |wrong| Err(anyhow::anyhow!("disk \"{name}\": {what} {path}: {wrong}")))
     };
     // The error about a missing image is better.
     let of_present = |path: &Path| path.exists().then(|| sandbox::advice(path)).flatten();
@@ -271,11 +258,10 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
         refused("image", &image, of_present)?;
     }
     // The kernel lets the server read more folders than a disk may name, such as /usr.
-    let of_content = |path: &Path| {
-        path.parent().is_some_and(Path::exists).then(|| sandbox::advice(path)).flatten()
-    };
+    let of_content =
+        |folder: &Path| folder.exists().then(|| sandbox::advice(&folder.join("*"))).flatten();
     for folder in local_folders(disk) {
-        refused("backing folder", &folder.join("*"), of_content)?;
+        refused("backing folder", folder, of_content)?;
     }
     // A folder of sockets only is enough for a socket.
     let of_socket =

@@ -11,7 +11,8 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{PoisonError, RwLock};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::time::{Duration, Instant};
 
 use super::folders::real;
 
@@ -45,11 +46,41 @@ impl Reserved {
         self
     }
 
-    fn has(&self, real_path: &Path, file: Option<(u64, u64)>) -> bool {
-        // A link may lead elsewhere since.
-        self.folder.as_deref().is_some_and(|folder| real_path.starts_with(real(folder)))
-            || self.main.as_deref().is_some_and(|main| real_path == real(main))
+    /// Returns where the files are, without links.
+    fn places(&self) -> Places {
+        Places { main: self.main.as_deref().map(real), folder: self.folder.as_deref().map(real) }
+    }
+
+    fn has(&self, places: &Places, real_path: &Path, file: Option<(u64, u64)>) -> bool {
+        places.folder.as_ref().is_some_and(|folder| real_path.starts_with(folder))
+            || places.main.as_ref().is_some_and(|main| real_path == main)
             || file.is_some_and(|file| self.files.contains(&file))
+    }
+}
+
+/// The real paths of the main file and of the folder.
+#[derive(Clone, Debug)]
+struct Places {
+    main: Option<PathBuf>,
+    folder: Option<PathBuf>,
+}
+
+/// The real paths, and when they were looked up.
+static PLACES: Mutex<Option<(Instant, Arc<Places>)>> = Mutex::new(None);
+
+/// Time for which real paths hold. Links of the configuration change rarely, and a server of
+/// thousands of disks asks several times for each of them.
+const PLACES_HOLD: Duration = Duration::from_secs(1);
+
+fn present_places(reserved: &Reserved) -> Arc<Places> {
+    let mut known = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
+    match &*known {
+        Some((since, places)) if since.elapsed() < PLACES_HOLD => places.clone(),
+        _ => {
+            let places = Arc::new(reserved.places());
+            *known = Some((Instant::now(), places.clone()));
+            places
+        }
     }
 }
 
@@ -61,11 +92,12 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 /// Reserves these files, instead of those of an earlier call.
 pub fn reserve(reserved: Reserved) {
     *RESERVED.write().unwrap_or_else(PoisonError::into_inner) = Some(reserved);
+    *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = None;
 }
 
 fn is_in(path: &Path, file: Option<(u64, u64)>) -> bool {
     let reserved = RESERVED.read().unwrap_or_else(PoisonError::into_inner);
-    reserved.as_ref().is_some_and(|reserved| reserved.has(path, file))
+    reserved.as_ref().is_some_and(|reserved| reserved.has(&present_places(reserved), path, file))
 }
 
 /// Returns whether a path leads to a reserved file. The file may be missing.
@@ -115,7 +147,7 @@ mod tests {
         let reserved = reserved.and([at("images/program")]);
         let has = |name: &str| {
             let path = at(name);
-            reserved.has(&real(&path), identity(&path))
+            reserved.has(&reserved.places(), &real(&path), identity(&path))
         };
         for name in [
             "conf/main",
@@ -138,7 +170,7 @@ mod tests {
             assert!(!has(name), "{name}");
         }
         let none = Reserved::default();
-        assert!(!none.has(&at("images/disk"), identity(&at("images/disk"))));
+        assert!(!none.has(&none.places(), &at("images/disk"), identity(&at("images/disk"))));
         // The main file is reserved before it exists.
         std::fs::remove_file(at("conf/main")).unwrap();
         assert!(has("conf/main"));
