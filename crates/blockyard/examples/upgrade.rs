@@ -1,5 +1,5 @@
-//! A disk in a file, whose program is replaced while guests use it. Start the program again with
-//! the same folder: the new process takes the disk over from the one that runs, and that one ends.
+//! A disk in a file. Its program can be replaced while guests use it: start the program again with
+//! the same folder. The new process takes the disk over from the one that runs, and that one ends.
 //!
 //! ```text
 //! cargo run --example upgrade FOLDER     # serves FOLDER/disk.img on FOLDER/vm.sock and nbd.sock

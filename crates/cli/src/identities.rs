@@ -24,7 +24,7 @@ pub struct Images {
 }
 
 impl Images {
-    /// `served`: disks whose images are open. Their file systems are not asked.
+    /// `served`: disks with open images. Their file systems are not asked.
     pub fn of(served: &[Entry]) -> Self {
         let known = served.iter().map(|entry| (entry.args.image.clone(), entry.image.clone()));
         Images { served: known.collect(), ..Images::default() }

@@ -66,7 +66,7 @@ impl Persistence {
         Ok(store)
     }
 
-    /// Does not ask the file systems of these disks, whose images are open.
+    /// Does not ask the file systems of these disks, because their images are open.
     pub fn with_served(self, served: &[Entry]) -> Self {
         Persistence { images: Images::of(served), ..self }
     }

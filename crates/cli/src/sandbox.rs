@@ -373,7 +373,7 @@ fn image_of(disk: &DiskArgs) -> Option<PathBuf> {
 }
 
 /// Returns what an image needs: the device itself, or the folders of the file, with and without
-/// links resolved. An image whose file system does not answer has nothing: a rule for its folder
+/// links resolved. If its file system does not answer, an image has nothing: a rule for its folder
 /// would wait for it.
 fn granted_of(image: &Path) -> Vec<PathBuf> {
     let Some(seen) = early::look(image) else { return Vec::new() };

@@ -35,7 +35,7 @@ struct HandOver<'a> {
     /// The next process. None: it has not said which one it is.
     process: Option<OwnedFd>,
     away: Vec<Away>,
-    /// Disks whose requests take too long.
+    /// Disks with requests that take too long.
     late: Vec<(String, Pending<HandedDisk>)>,
     /// They listen on if the next process fails.
     servers: Vec<Arc<Server>>,

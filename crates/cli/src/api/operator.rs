@@ -325,7 +325,7 @@ impl Operator for Server {
             store.check(&name, &table).map_err(|e| conflict(&e))?;
         }
         let adding = self.begin_add(args.clone(), table.clone(), true);
-        // An upgrade leaves a disk whose storage hangs to the new server. The call itself must end
+        // An upgrade leaves a disk on hung storage to the new server. The call itself must end
         // before an upgrade only if it changes the configuration.
         let _no_upgrade = Some(no_upgrade).filter(|_| persist);
         let held = adding.and_then(Adding::wait_held).map_err(|e| match e {

@@ -1,4 +1,4 @@
-//! Disks whose images are on a file system that does not answer.
+//! Disks with images on a file system that does not answer.
 
 use serde_json::{Value, json};
 
@@ -11,7 +11,7 @@ fn hanging(server: &Server) -> Value {
     json!({ "name": "h", "image": image, "vhost-user": server.folder.join("h") })
 }
 
-/// Returns a folder whose part `dead` is to be such a file system.
+/// Returns a folder with a part `dead`, which is to be such a file system.
 fn folder() -> Folder {
     let folder = Folder::new();
     std::fs::create_dir(folder.join("dead")).unwrap();

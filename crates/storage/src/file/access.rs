@@ -1,4 +1,4 @@
-//! Who may use a new file: no more users than may use the file whose data it continues.
+//! The users that may use a new file: no more than may use the file that it continues.
 //!
 //! In: the old file and a new one, which only its owner may use. Out: the new file has the mode
 //! and, if the process may give them, the owner and the group of the old one. What must hold: at no
