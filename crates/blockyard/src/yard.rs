@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Carried, OpKind};
 use blockyard_export::Reactors;
@@ -159,6 +159,14 @@ impl Yard {
 
     fn targets(&self) -> MutexGuard<'_, HashMap<String, TargetEnd>> {
         self.targets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends all disks. Returns whether their targets have ended, too.
+    pub(crate) fn close_all(self, limit: Duration) -> bool {
+        let targets = std::mem::take(&mut *self.targets());
+        drop(self);
+        let until = Instant::now() + limit;
+        targets.values().all(|end| end.wait(until.saturating_duration_since(Instant::now())))
     }
 
     /// Waits for the end of the target of a disk that has ended.

@@ -6,7 +6,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
-use blockyard::{Disk, ErrorKind, Shape, Target, Yard};
+use blockyard::{Access, Disk, ErrorKind, Shape, Target, Yard};
 
 mod common;
 #[path = "../examples/upgrade.rs"]
@@ -199,6 +199,19 @@ fn a_next_process_that_fails_leaves_the_disks_where_they_are() {
     assert!(error.to_string().contains("not today"), "{error}");
     assert!(running.expect("goes on").contains("not today"));
     writer.work(20);
+    // The target has the file when the export fails.
+    for _ in 0..20 {
+        let next = UnixStream::connect(scratch.path("control")).unwrap();
+        let disk = |_: &str| {
+            let target = Target::device("file", shape, async |_, _| Ok(Nothing));
+            let target = target.file(scratch.path("disk.img"), Access::Write);
+            Some(Disk::target("disk", target).vhost_user(scratch.path("other.sock")))
+        };
+        let error = Yard::take_over(1, next, disk).map(drop).unwrap_err();
+        assert!(error.to_string().contains("other.sock"), "{error}");
+        running.expect("goes on");
+        writer.work(5);
+    }
     // One that ends without a word.
     drop(UnixStream::connect(scratch.path("control")).unwrap());
     running.expect("goes on");

@@ -41,8 +41,11 @@ impl Yard {
             Err(e) => {
                 // No connection is shut down, because the other process has the same ones.
                 custody::set(Custody::Gone);
-                drop(yard);
-                let _ = peer.send(&FromNext::Failed { what: e.to_string() });
+                // The other process opens the targets again when it knows that these have ended. If
+                // it does not learn that, it waits for the end of this process.
+                if yard.close_all(MESSAGE_TIME / 2) {
+                    let _ = peer.send(&FromNext::Failed { what: e.to_string() });
+                }
                 Err(e)
             }
         }
