@@ -61,6 +61,9 @@ use clap::FromArgMatches;
 
 use cli::{Cli, Command};
 
+/// Stack of the parser of arguments in bytes: that of a main thread.
+const PARSER_STACK: usize = 8 << 20;
+
 fn main() -> ExitCode {
     if std::env::args_os().nth(1).is_some_and(|word| word == blockyard_ring::witness::ARGUMENT) {
         return ExitCode::from(u8::from(sandbox::run_witness().is_err()));
@@ -74,9 +77,7 @@ fn main() -> ExitCode {
         let run = handover::launcher::run(std::env::args_os().skip(2));
         return ExitCode::from(u8::from(run.is_err()));
     }
-    let matches = cli::command().try_get_matches();
-    let cli =
-        matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e));
+    let cli = parse_apart();
     let xen_server = matches!(&cli.command, Command::Xen(command) if command.serves());
     let server = xen_server || matches!(cli.command, Command::Serve(_));
     if server || matches!(cli.command, Command::Attach(_)) {
@@ -96,6 +97,22 @@ fn main() -> ExitCode {
     let status = run(&cli.command).unwrap_or_else(|failure| failure.end(log::last_words));
     log::flush();
     ExitCode::from(status)
+}
+
+/// Parses the arguments, or ends the process.
+fn parse() -> Cli {
+    let matches = cli::command().try_get_matches();
+    matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e))
+}
+
+/// Parses the arguments on a thread of its own. The parser uses some hundred KiB of its stack, and
+/// a server would keep these pages on the main thread for ever.
+fn parse_apart() -> Cli {
+    let thread = std::thread::Builder::new().name("arguments".into()).stack_size(PARSER_STACK);
+    std::thread::scope(|scope| match thread.spawn_scoped(scope, parse) {
+        Ok(parsed) => parsed.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)),
+        Err(_) => parse(),
+    })
 }
 
 /// Runs the command. Returns the exit status if the command succeeds.
