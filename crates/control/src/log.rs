@@ -42,7 +42,7 @@ impl FailedCalls {
     }
 }
 
-/// Logs calls that may change something, and who makes them.
+/// Logs calls that may change something, and their callers.
 pub(crate) async fn changes(
     State(failed): State<FailedCalls>,
     Extension(peer): Extension<Peer>,

@@ -21,7 +21,7 @@ pub(crate) struct Context {
     pub observer: Option<Arc<dyn Observer>>,
     /// Whether the yard is closing. If so, no disk is added.
     pub is_closing: AtomicBool,
-    /// Disks whose exports start, or wait for the end of a hand-over.
+    /// Disks with exports that start, or that wait for the end of a hand-over.
     pub openings: Arc<Openings>,
 }
 

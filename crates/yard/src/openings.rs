@@ -20,7 +20,7 @@ enum Hold {
 #[derive(Default)]
 struct State {
     hold: Hold,
-    /// Number of disks whose exports start.
+    /// Number of disks with exports that start.
     starting: usize,
 }
 
@@ -48,7 +48,7 @@ impl Openings {
         Some(Starting(self.clone()))
     }
 
-    /// Holds disks back whose exports have not begun to start. None: exports that start already
+    /// Holds disks back if their exports have not begun to start. None: exports that start already
     /// take longer than `limit`.
     pub fn hold(self: &Arc<Self>, limit: Duration) -> Option<HeldOpenings> {
         let mut state = self.state();
@@ -71,7 +71,7 @@ impl Openings {
     }
 }
 
-/// A disk whose exports start.
+/// A disk with exports that start.
 pub(crate) struct Starting(Arc<Openings>);
 
 impl Drop for Starting {

@@ -204,7 +204,7 @@ fn configured(name: &str, more: &str) -> String {
     )
 }
 
-/// Starts a server whose configuration has the disk "a", and "h", which hangs at a flush.
+/// Starts a server with the disk "a" in its configuration, and "h", which hangs at a flush.
 fn start_configured() -> (Server, String) {
     let hanging = configured("h", "filters = [\"delay:flush=3600s\"]\n");
     let folder = Folder::new();

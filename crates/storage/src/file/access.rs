@@ -1,8 +1,8 @@
 //! The users that may use a new file: no more than may use the file that it continues.
 //!
 //! In: the old file and a new one, which only its owner may use. Out: the new file has the mode
-//! and, if the process may give them, the owner and the group of the old one. What must hold: at no
-//! moment, and after no error, may a user use the new file who may not use the old one.
+//! and, if the process may give them, the owner and the group of the old one. What must hold: users
+//! without access to the old file never have access to the new one, also after an error.
 
 use std::io;
 use std::os::fd::AsFd;

@@ -4,7 +4,7 @@
 //!   lock     the lock of an image file, and how long a start waits for it
 //!   record   which overlay a live snapshot has put on a file
 //!   id       the identity of a file, whatever its name
-//!   access   who may use a new file
+//!   access   the users that may use a new file
 //! ```
 //!
 //! In: a path or a descriptor. Out: an open, locked file; and [`HostFile`], which is the same on
