@@ -2,10 +2,13 @@
 //!
 //! In: connections, and when each begins and ends a request. Out: permits for new connections. What
 //! must hold: a client that keeps connections without complete requests shuts no other client out.
-//! If all places are taken, the connection that has waited longest for a complete request is
-//! closed. A connection with a request that runs is never closed for another one.
+//! If all places are taken and another client has connected, the connection that has waited longest
+//! for a complete request is closed. A connection with a request that runs is never closed for
+//! another one.
 
+use std::future::pending;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll};
 use std::time::Instant;
@@ -27,14 +30,25 @@ pub(crate) struct Connections {
     open: Arc<Mutex<Vec<Arc<Activity>>>>,
     /// A connection waits for a request again.
     waits: Arc<Notify>,
+    /// Number of accepted connections without a place.
+    without: Arc<AtomicUsize>,
 }
 
 /// What a connection does.
 struct Activity {
-    /// Since when it waits for a complete request. None: a request runs, or its answer is sent.
-    since: Mutex<Option<Instant>>,
+    phase: Mutex<Phase>,
     closed: Notify,
     waits: Arc<Notify>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Phase {
+    /// It waits for a complete request since then.
+    Waits(Instant),
+    /// A request runs, or its answer is sent.
+    Runs,
+    /// It makes room for another connection. No further request runs.
+    Closes,
 }
 
 /// An open connection. Dropping it frees its place.
@@ -47,7 +61,7 @@ pub(crate) struct Connection {
 impl Connections {
     pub fn new() -> Self {
         let places = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-        Connections { places, open: Arc::default(), waits: Arc::default() }
+        Connections { places, open: Arc::default(), waits: Arc::default(), without: Arc::default() }
     }
 
     fn open(&self) -> MutexGuard<'_, Vec<Arc<Activity>>> {
@@ -56,16 +70,24 @@ impl Connections {
 
     pub fn are_none(&self) -> bool {
         self.places.available_permits() == MAX_CONNECTIONS
+            && self.without.load(Ordering::SeqCst) == 0
     }
 
-    /// Waits for a place, and closes a connection if there is none.
-    pub async fn place(&self) -> Option<OwnedSemaphorePermit> {
+    /// Waits for a place for a connection that was accepted, and closes another one if there is
+    /// none. [`Connections::accepted`] has counted the connection.
+    pub async fn place(&self, _accepted: Accepted) -> Option<OwnedSemaphorePermit> {
         let free = self.places.clone().acquire_owned();
         tokio::select! {
             biased;
             place = free => place.ok(),
             place = self.make_place() => place,
         }
+    }
+
+    /// Counts a connection that has no place yet.
+    pub fn accepted(&self) -> Accepted {
+        self.without.fetch_add(1, Ordering::SeqCst);
+        Accepted(self.without.clone())
     }
 
     async fn make_place(&self) -> Option<OwnedSemaphorePermit> {
@@ -84,16 +106,21 @@ impl Connections {
     /// Takes the connection that has waited longest for a complete request out of the list.
     fn take_longest(&self) -> Option<Arc<Activity>> {
         let mut open = self.open();
-        let waiting = open.iter().enumerate();
-        let waiting = waiting.filter_map(|(at, activity)| Some((activity.since()?, at)));
-        let (_, at) = waiting.min()?;
-        Some(open.swap_remove(at))
+        loop {
+            let waiting = open.iter().enumerate();
+            let waiting = waiting.filter_map(|(at, activity)| Some((activity.since()?, at)));
+            let (_, at) = waiting.min()?;
+            // A request may have begun meanwhile.
+            if open[at].closes() {
+                return Some(open.swap_remove(at));
+            }
+        }
     }
 
     /// Notes a connection that was accepted.
     pub fn add(&self, place: OwnedSemaphorePermit) -> Connection {
-        let since = Mutex::new(Some(Instant::now()));
-        let activity = Activity { since, closed: Notify::new(), waits: self.waits.clone() };
+        let phase = Mutex::new(Phase::Waits(Instant::now()));
+        let activity = Activity { phase, closed: Notify::new(), waits: self.waits.clone() };
         let activity = Arc::new(activity);
         self.open().push(activity.clone());
         self.waits.notify_one();
@@ -101,16 +128,54 @@ impl Connections {
     }
 }
 
+/// A connection that was accepted, and that has no place yet.
+pub(crate) struct Accepted(Arc<AtomicUsize>);
+
+impl Drop for Accepted {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
 impl Activity {
-    fn since(&self) -> Option<Instant> {
-        *self.since.lock().unwrap_or_else(PoisonError::into_inner)
+    fn phase(&self) -> MutexGuard<'_, Phase> {
+        self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn set(&self, since: Option<Instant>) {
-        *self.since.lock().unwrap_or_else(PoisonError::into_inner) = since;
-        if since.is_some() {
+    /// Returns since when the connection waits for a complete request.
+    fn since(&self) -> Option<Instant> {
+        match *self.phase() {
+            Phase::Waits(since) => Some(since),
+            Phase::Runs | Phase::Closes => None,
+        }
+    }
+
+    /// Notes that a request runs. Returns false if none may.
+    fn runs(&self) -> bool {
+        let mut phase = self.phase();
+        if *phase != Phase::Closes {
+            *phase = Phase::Runs;
+        }
+        *phase == Phase::Runs
+    }
+
+    /// Notes that an answer was sent.
+    fn waits(&self) {
+        let mut phase = self.phase();
+        if *phase != Phase::Closes {
+            *phase = Phase::Waits(Instant::now());
+            drop(phase);
             self.waits.notify_one();
         }
+    }
+
+    /// Lets no further request run. Returns false if one runs.
+    fn closes(&self) -> bool {
+        let mut phase = self.phase();
+        if *phase != Phase::Runs {
+            *phase = Phase::Closes;
+        }
+        *phase == Phase::Closes
     }
 }
 
@@ -142,15 +207,13 @@ pub(crate) async fn follow(
     request: Request,
     next: Next,
 ) -> Response {
-    let received = |body: Body| {
-        if body.is_end_stream() {
-            activity.set(None);
-            return body;
-        }
-        Body::new(Received { body, activity: activity.clone() })
-    };
+    if request.body().is_end_stream() && !activity.runs() {
+        // The connection is about to end.
+        return pending().await;
+    }
+    let received = |body| Body::new(Received { body, activity: activity.clone() });
     let response = next.run(request.map(received)).await;
-    activity.set(None);
+    activity.runs();
     response.map(|body| Body::new(Sent { body, activity }))
 }
 
@@ -174,10 +237,9 @@ impl hyper::body::Body for Received {
 
     fn poll_frame(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Part> {
         let part = Pin::new(&mut self.body).poll_frame(context);
-        if matches!(part, Poll::Ready(None)) || self.body.is_end_stream() {
-            self.activity.set(None);
-        }
-        part
+        let is_complete = matches!(part, Poll::Ready(None)) || self.body.is_end_stream();
+        // The request does not run on a connection that is about to end.
+        if is_complete && !self.activity.runs() { Poll::Pending } else { part }
     }
 
     fn is_end_stream(&self) -> bool {
@@ -208,6 +270,6 @@ impl hyper::body::Body for Sent {
 
 impl Drop for Sent {
     fn drop(&mut self) {
-        self.activity.set(Some(Instant::now()));
+        self.activity.waits();
     }
 }

@@ -19,11 +19,11 @@ use blockyard_ring::sandbox::{self, Kind};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
-use tokio::sync::{OwnedSemaphorePermit, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 use tokio_io_timeout::TimeoutStream;
 
 use crate::access::Access;
-use crate::connections::{Connection, Connections, follow};
+use crate::connections::{Accepted, Connection, Connections, follow};
 use crate::events::EventLog;
 use crate::log::ConnectionLog;
 use crate::operator::Operator;
@@ -167,23 +167,25 @@ struct Door {
 }
 
 impl Door {
-    /// Waits until a connection may be accepted. None: the API ends.
-    async fn opened(&mut self) -> Option<OwnedSemaphorePermit> {
-        self.accepts.wait_for(|accepts| *accepts).await.ok()?;
-        self.accepts.has_changed().ok()?;
-        self.connections.place().await
+    /// Waits until a connection may be accepted. Returns false if the API ends.
+    async fn opens(&mut self) -> bool {
+        let opens = self.accepts.wait_for(|accepts| *accepts).await.is_ok();
+        opens && self.accepts.has_changed().is_ok()
     }
 
     /// Waits for a connection. None: no more may be accepted.
     async fn accept<T>(
         &mut self,
         mut accept: impl FnMut(&mut Context<'_>) -> Poll<io::Result<T>>,
-    ) -> Option<io::Result<T>> {
-        let accepts = self.accepts.clone();
+    ) -> Option<io::Result<(T, Accepted)>> {
+        let (accepts, connections) = (self.accepts.clone(), self.connections.clone());
         let accepted = poll_fn(|context| {
             // A pause waits while this is borrowed. So nothing is accepted after it.
             let accepts = accepts.borrow();
-            if *accepts { accept(context) } else { Poll::Pending }
+            match *accepts {
+                true => accept(context).map_ok(|stream| (stream, connections.accepted())),
+                false => Poll::Pending,
+            }
         });
         tokio::select! {
             _ = self.accepts.changed() => None,
@@ -199,13 +201,14 @@ async fn accept_api(
     mut door: Door,
 ) {
     let lines = ConnectionLog::default();
-    while let Some(place) = door.opened().await {
+    while door.opens().await {
         let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
             continue;
         };
         match accepted {
-            Ok((stream, _)) => match access.check(&stream) {
+            Ok(((stream, _), accepted)) => match access.check(&stream) {
                 Ok(peer) => {
+                    let Some(place) = door.connections.place(accepted).await else { return };
                     let router = router.clone().layer(axum::Extension(peer));
                     let connection = door.connections.add(place);
                     tokio::spawn(serve(stream, peer.to_string(), router, connection));
@@ -219,12 +222,13 @@ async fn accept_api(
 
 async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut door: Door) {
     let lines = ConnectionLog::default();
-    while let Some(place) = door.opened().await {
+    while door.opens().await {
         let Some(accepted) = door.accept(|context| listener.poll_accept(context)).await else {
             continue;
         };
         match accepted {
-            Ok((stream, peer)) => {
+            Ok(((stream, peer), accepted)) => {
+                let Some(place) = door.connections.place(accepted).await else { return };
                 let connection = door.connections.add(place);
                 tokio::spawn(serve(stream, peer.to_string(), router.clone(), connection));
             }

@@ -5,7 +5,7 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpListener, TcpStream};
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::sync::{Arc, LazyLock};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockyard_control::events::EventLog;
@@ -22,7 +22,10 @@ use blockyard_control::{
 const TEXT: usize = 12 << 20;
 
 /// A server with one long line of metrics.
-struct Long;
+#[derive(Default)]
+struct Long {
+    events: Arc<EventLog>,
+}
 
 fn nothing<T>() -> Answer<T> {
     Err(Problem::new(Kind::NotFound, "this server has no disks"))
@@ -41,8 +44,7 @@ impl Operator for Long {
     }
 
     fn events(&self) -> &Arc<EventLog> {
-        static EVENTS: LazyLock<Arc<EventLog>> = LazyLock::new(Arc::default);
-        &EVENTS
+        &self.events
     }
 
     fn figures(&self) -> Answer<Figures> {
@@ -122,7 +124,7 @@ fn start(name: &str) -> (Api, std::os::unix::net::SocketAddr, SocketAddr) {
     let address = tcp.local_addr().unwrap();
     let access = Access { user: rustix::process::geteuid().as_raw(), group: None };
     let api = Some((UnixListener::bind_addr(&socket).unwrap(), access));
-    let api = Api::start(Listeners { api, metrics: Some(tcp) }, Arc::new(Long)).unwrap();
+    let api = Api::start(Listeners { api, metrics: Some(tcp) }, Arc::new(Long::default())).unwrap();
     (api, socket, address)
 }
 
@@ -219,6 +221,33 @@ fn connections_without_complete_requests_shut_no_client_out() {
 }
 
 #[test]
+fn a_client_waits_for_a_place_when_all_connections_have_requests_that_run() {
+    let (_api, socket, _) = start("full");
+    let streams: Vec<_> = (0..64)
+        .map(|_| {
+            let mut stream = ask(UnixStream::connect_addr(&socket).unwrap(), "/v1/events");
+            let mut head = [0; 12];
+            stream.read_exact(&mut head).unwrap();
+            assert_eq!(&head, b"HTTP/1.1 200");
+            stream
+        })
+        .collect();
+    let waiting: Vec<_> =
+        (0..3).map(|_| ask(UnixStream::connect_addr(&socket).unwrap(), "/v1")).collect();
+    for client in &waiting {
+        client.set_nonblocking(true).unwrap();
+        let error = (&*client).read(&mut [0]).unwrap_err();
+        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "the server closed it");
+        client.set_nonblocking(false).unwrap();
+    }
+    for (stream, client) in streams.into_iter().zip(waiting) {
+        drop(stream);
+        let answer = read(client);
+        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
+    }
+}
+
+#[test]
 fn the_address_offers_no_call_and_answers_to_no_name_of_another_site() {
     let (_api, _, address) = start("names");
     let answer = |request: &str| {
@@ -248,7 +277,7 @@ fn a_paused_api_leaves_its_connections_to_another_process() {
         api: Some((ours, Access { user: rustix::process::geteuid().as_raw(), group: None })),
         metrics: None,
     };
-    let api = Api::start(listeners, Arc::new(Long)).unwrap();
+    let api = Api::start(listeners, Arc::new(Long::default())).unwrap();
     let call = || ask(UnixStream::connect_addr(&socket).unwrap(), "/v1");
     for _ in 0..20 {
         assert!(read(call()).starts_with("HTTP/1.1 200"));
