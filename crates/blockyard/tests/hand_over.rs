@@ -2,7 +2,7 @@
 //! client that stay connected.
 
 use std::io::{BufRead, BufReader, Lines, Read, Write};
-use std::os::unix::net::UnixStream;
+use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 use std::process::{Child, ChildStdout, Command, Stdio};
 
@@ -229,6 +229,40 @@ fn a_next_process_that_fails_leaves_the_disks_where_they_are() {
     assert_eq!(refused.kind(), ErrorKind::HandOver);
 }
 
+/// A process with a disk that cannot be flushed. Prints the disks that it has after a hand-over.
+fn serve_unflushed(folder: &Path) {
+    let yard = Yard::start(1).unwrap();
+    let shape = Shape { size: SIZE as u64, granule: 4096 };
+    let disk = |name: &str| {
+        let target = Target::device("unflushed", shape, async |_, _| Ok(Unflushed));
+        Disk::target(name, target).vhost_user(folder.join("vm.sock"))
+    };
+    yard.serve(disk("disk")).unwrap();
+    let control = UnixListener::bind(folder.join("control")).unwrap();
+    println!("serves");
+    let error = yard.hand_over(control.accept().unwrap().0, disk).unwrap_err();
+    println!("has {:?} after: {error}", yard.disks());
+}
+
+#[test]
+fn a_disk_that_could_not_be_flushed_is_not_served_again() {
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        serve_unflushed(Path::new(&folder));
+        std::process::exit(0);
+    }
+    let scratch = scratch("unflushed");
+    let mut running = Process::start(&scratch);
+    running.expect("serves");
+    let mut writer = Writer::connect(&scratch.path("vm.sock"));
+    writer.guest.write(0, &[1; BLOCK]);
+    let next = UnixStream::connect(scratch.path("control")).unwrap();
+    let disk = |_: &str| -> Option<Disk> { panic!("the disk has ended") };
+    Yard::take_over(1, next, disk).map(drop).unwrap_err();
+    let line = running.expect("has []");
+    assert!(line.contains("could not be flushed: writes may be lost"), "{line}");
+    assert!(!scratch.path("vm.sock").exists());
+}
+
 fn failure() -> std::io::Error {
     std::io::Error::other("not today")
 }
@@ -246,5 +280,22 @@ impl blockyard::Device for Nothing {
 
     async fn flush(&self) -> std::io::Result<()> {
         Ok(())
+    }
+}
+
+/// Takes writes, and cannot flush them.
+struct Unflushed;
+
+impl blockyard::Device for Unflushed {
+    async fn read(&self, _: u64, _: blockyard::Lent) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    async fn write(&self, _: u64, _: blockyard::Lent) -> std::io::Result<()> {
+        Ok(())
+    }
+
+    async fn flush(&self) -> std::io::Result<()> {
+        Err(failure())
     }
 }

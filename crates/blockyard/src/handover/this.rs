@@ -46,6 +46,8 @@ struct Away {
     name: String,
     exports: Vec<Handed>,
     carried: Option<Carried>,
+    /// False: writes may be lost.
+    is_flushed: bool,
     since: Instant,
     pause: Option<Duration>,
 }
@@ -61,7 +63,8 @@ impl Yard {
     ///
     /// After an error this yard serves the disks as before. `again` describes a disk by its name,
     /// as for [`Yard::serve`], to open it again. If the other process neither closes the disks nor
-    /// ends by itself, it is killed.
+    /// ends by itself, it is killed. A disk that could not be flushed has ended, and the log says
+    /// so: opened again, it would report lost writes as durable at the next flush.
     ///
     /// A process hands over its only yard. Xen devices cannot be handed over.
     pub fn hand_over(
@@ -170,9 +173,10 @@ impl HandOver<'_> {
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }
         };
-        let is_flushed = handed.ended.is_flushed;
         self.away.push(Away::of(name, handed));
-        let Some(Away { exports, carried, .. }) = self.away.last() else { return Ok(()) };
+        let Some(Away { exports, carried, is_flushed, .. }) = self.away.last() else {
+            return Ok(());
+        };
         if !is_flushed {
             let what = format!("disk \"{name}\" could not be flushed: writes may be lost");
             return Err(io::Error::other(what));
@@ -201,10 +205,16 @@ impl HandOver<'_> {
             let handed = handed.inspect_err(|e| tracing::error!("disk \"{name}\" has ended: {e}"));
             Some(Away::of(&name, handed.ok()?))
         });
-        for Away { name, exports, carried, .. } in self.away.drain(..).chain(late) {
+        for Away { name, exports, carried, is_flushed, .. } in self.away.drain(..).chain(late) {
             let _ = self.yard.target_ended(&name, KILL_TIME);
             for Handed { kind, parcel } in exports {
                 self.yard.inherited.put(&name, kind, parcel, Before::Died);
+            }
+            if !is_flushed {
+                tracing::error!(
+                    "disk \"{name}\" could not be flushed, and has ended: writes may be lost"
+                );
+                continue;
             }
             // The next process may have written before it failed.
             let carried = carried.map(|carried| Carried { left: None, ..carried }.into());
@@ -236,8 +246,9 @@ impl HandOver<'_> {
 impl Away {
     fn of(name: &str, handed: HandedDisk) -> Self {
         // The rest has the target, which ends now.
-        let HandedDisk { exports, carried, since, .. } = handed;
-        Away { name: name.into(), exports, carried, since, pause: None }
+        let HandedDisk { exports, carried, since, ended, .. } = handed;
+        let is_flushed = ended.is_flushed;
+        Away { name: name.into(), exports, carried, is_flushed, since, pause: None }
     }
 }
 
