@@ -2,16 +2,17 @@
 //!
 //! In: the main file, the folder of its parts, the files that the server has read, and programs.
 //! Out: whether a path or an open file is one of them. What must hold: the answer is the same for
-//! each name of a file: links and hard links do not hide it. The answer does not depend on the
+//! each name of a file: links and hard links do not hide it. It holds for the file that replaces
+//! one of them (within a second), and no longer for the old file. The answer does not depend on the
 //! sandbox, because a folder of images may also have the configuration, and Landlock cannot leave a
-//! part of a folder out.
+//! part of a folder out. A file system that does not answer delays one caller only.
 
 use std::collections::HashSet;
 use std::io;
 use std::os::fd::{AsFd, AsRawFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, RwLock};
 use std::time::{Duration, Instant};
 
 use super::folders::real;
@@ -25,9 +26,9 @@ pub struct Reserved {
     main: Option<PathBuf>,
     /// The folder of the other files, which may be missing.
     folder: Option<PathBuf>,
-    /// Device and inode of the present files, so that a hard link and the end of a link of the
-    /// folder are known.
-    files: HashSet<(u64, u64)>,
+    /// The other files: parts, which may be links, and programs. A file that replaces one of them
+    /// is reserved as well.
+    files: HashSet<PathBuf>,
 }
 
 impl Reserved {
@@ -35,53 +36,83 @@ impl Reserved {
     pub fn of(main: &Path, folder: &Path, is_part: impl Fn(&Path) -> bool) -> Self {
         let parts = std::fs::read_dir(folder).into_iter().flatten().flatten();
         let parts = parts.map(|entry| entry.path()).filter(|path| is_part(path));
-        let files = parts.chain([main.to_path_buf()]).filter_map(|path| identity(&path)).collect();
-        let absolute = |path: &Path| std::path::absolute(path).ok();
+        let files = parts.filter_map(|path| absolute(&path)).collect();
         Reserved { main: absolute(main), folder: absolute(folder), files }
     }
 
     /// Adds files, such as programs.
     pub fn and(mut self, files: impl IntoIterator<Item = PathBuf>) -> Self {
-        self.files.extend(files.into_iter().filter_map(|path| identity(&path)));
+        self.files.extend(files.into_iter().filter_map(|path| absolute(&path)));
         self
     }
 
-    /// Returns where the files are, without links.
+    /// Returns where the files are now, without links.
     fn places(&self) -> Places {
-        Places { main: self.main.as_deref().map(real), folder: self.folder.as_deref().map(real) }
-    }
-
-    fn has(&self, places: &Places, real_path: &Path, file: Option<(u64, u64)>) -> bool {
-        places.folder.as_ref().is_some_and(|folder| real_path.starts_with(folder))
-            || places.main.as_ref().is_some_and(|main| real_path == main)
-            || file.is_some_and(|file| self.files.contains(&file))
+        let main = self.main.as_deref().map(real);
+        let folder = self.folder.as_deref().map(real);
+        let files = self.files.iter().map(|path| real(path)).chain(main).collect::<HashSet<_>>();
+        // A hard link to a file has its number.
+        let numbers = files.iter().filter_map(|path| identity(path)).collect();
+        Places { folder, files, numbers }
     }
 }
 
-/// The real paths of the main file and of the folder.
-#[derive(Clone, Debug)]
+fn absolute(path: &Path) -> Option<PathBuf> {
+    std::path::absolute(path).ok()
+}
+
+/// Where reserved files are.
+#[derive(Clone, Debug, Default)]
 struct Places {
-    main: Option<PathBuf>,
     folder: Option<PathBuf>,
+    files: HashSet<PathBuf>,
+    /// Device and inode of each file.
+    numbers: HashSet<(u64, u64)>,
 }
 
-/// The real paths, and when they were looked up.
-static PLACES: Mutex<Option<(Instant, Arc<Places>)>> = Mutex::new(None);
+impl Places {
+    fn have(&self, real_path: &Path, file: Option<(u64, u64)>) -> bool {
+        self.folder.as_ref().is_some_and(|folder| real_path.starts_with(folder))
+            || self.files.contains(real_path)
+            || file.is_some_and(|file| self.numbers.contains(&file))
+    }
+}
 
-/// Time for which real paths hold. Links of the configuration change rarely, and a server of
-/// thousands of disks asks several times for each of them.
+/// What is known of the places.
+#[derive(Default)]
+struct Known {
+    places: Arc<Places>,
+    /// When a thread began to look. None: never.
+    since: Option<Instant>,
+}
+
+static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
+
+/// Time for which places hold. Files of the configuration and programs are replaced rarely, and a
+/// server of thousands of disks asks several times for each of them.
 const PLACES_HOLD: Duration = Duration::from_secs(1);
 
-fn present_places(reserved: &Reserved) -> Arc<Places> {
-    let mut known = PLACES.lock().unwrap_or_else(PoisonError::into_inner);
-    match &*known {
-        Some((since, places)) if since.elapsed() < PLACES_HOLD => places.clone(),
-        _ => {
-            let places = Arc::new(reserved.places());
-            *known = Some((Instant::now(), places.clone()));
-            places
-        }
+fn known() -> MutexGuard<'static, Known> {
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Returns the present places. Only the thread that looks again waits for file systems.
+fn present_places() -> Arc<Places> {
+    let mut state = known();
+    if state.since.is_some_and(|since| since.elapsed() < PLACES_HOLD) {
+        return state.places.clone();
     }
+    let begun = Some(Instant::now());
+    state.since = begun;
+    drop(state);
+    let reserved = RESERVED.read().unwrap_or_else(PoisonError::into_inner).clone();
+    let places = Arc::new(reserved.unwrap_or_default().places());
+    let mut state = known();
+    // Other files may be reserved by now.
+    if state.since == begun {
+        state.places = places.clone();
+    }
+    places
 }
 
 /// Returns device and inode of a file, if it exists.
@@ -89,15 +120,15 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
     std::fs::metadata(path).ok().map(|meta| (meta.dev(), meta.ino()))
 }
 
-/// Reserves these files, instead of those of an earlier call.
+/// Reserves these files, instead of those of an earlier call. Waits for their file systems.
 pub fn reserve(reserved: Reserved) {
+    let places = Arc::new(reserved.places());
     *RESERVED.write().unwrap_or_else(PoisonError::into_inner) = Some(reserved);
-    *PLACES.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    *known() = Known { places, since: Some(Instant::now()) };
 }
 
 fn is_in(path: &Path, file: Option<(u64, u64)>) -> bool {
-    let reserved = RESERVED.read().unwrap_or_else(PoisonError::into_inner);
-    reserved.as_ref().is_some_and(|reserved| reserved.has(&present_places(reserved), path, file))
+    present_places().have(path, file)
 }
 
 /// Returns whether a path leads to a reserved file. The file may be missing.
@@ -147,7 +178,7 @@ mod tests {
         let reserved = reserved.and([at("images/program")]);
         let has = |name: &str| {
             let path = at(name);
-            reserved.has(&reserved.places(), &real(&path), identity(&path))
+            reserved.places().have(&real(&path), identity(&path))
         };
         for name in [
             "conf/main",
@@ -169,8 +200,15 @@ mod tests {
         for name in ["images/disk", "images/new", "conf/disk", "conf/conf.d.img", "elsewhere/new"] {
             assert!(!has(name), "{name}");
         }
-        let none = Reserved::default();
-        assert!(!none.has(&none.places(), &at("images/disk"), identity(&at("images/disk"))));
+        let none = Reserved::default().places();
+        assert!(!none.have(&at("images/disk"), identity(&at("images/disk"))));
+        // A file that replaces another one is reserved. The replaced one is not.
+        for (new, old) in [("images/new", "images/program"), ("elsewhere/new", "elsewhere/part")] {
+            std::fs::hard_link(at(old), at(&format!("{old}.old"))).unwrap();
+            std::fs::write(at(new), "").unwrap();
+            std::fs::rename(at(new), at(old)).unwrap();
+            assert!(has(old) && !has(&format!("{old}.old")), "{old}");
+        }
         // The main file is reserved before it exists.
         std::fs::remove_file(at("conf/main")).unwrap();
         assert!(has("conf/main"));
