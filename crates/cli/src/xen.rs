@@ -37,7 +37,9 @@ pub enum Command {
     List(XenListOptions),
 }
 
+// DEVICE is what --xen says for `serve`.
 #[derive(Args)]
+#[command(mut_arg("image", |image| image.required(true)), mut_arg("xen", |xen| xen.hide(true)))]
 pub struct XenAttachOptions {
     /// Domain number of the guest (xl domid NAME).
     #[arg(value_name = "DOMID")]

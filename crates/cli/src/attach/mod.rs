@@ -171,19 +171,22 @@ const ROOTS_FOLDER: &str = "/run/blockyard-attach";
 /// Returns the path for the log of a server whose device is not known yet. Creates the folder.
 /// Returns an error if the folder belongs to another user.
 pub fn log_file(disk: &str) -> anyhow::Result<PathBuf> {
-    let folder = if rustix::process::geteuid().is_root() {
+    let user = rustix::process::geteuid().as_raw();
+    let folder = if user == 0 {
         PathBuf::from(ROOTS_FOLDER)
     } else {
-        std::env::var_os("XDG_RUNTIME_DIR")
-            .map_or_else(std::env::temp_dir, PathBuf::from)
-            .join("blockyard")
+        // The temporary folder belongs to all users.
+        std::env::var_os("XDG_RUNTIME_DIR").map_or_else(
+            || std::env::temp_dir().join(format!("blockyard-{user}")),
+            |folder| PathBuf::from(folder).join("blockyard"),
+        )
     };
     let made = std::fs::DirBuilder::new().recursive(true).mode(0o700).create(&folder);
     made.with_context(|| format!("folder {}", folder.display()))?;
     let owner = std::fs::symlink_metadata(&folder)
         .with_context(|| format!("folder {}", folder.display()))?
         .uid();
-    if owner != rustix::process::geteuid().as_raw() {
+    if owner != user {
         bail!("folder {} belongs to another user: the log cannot be there", folder.display());
     }
     leftovers::remove(&folder);
