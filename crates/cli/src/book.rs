@@ -170,6 +170,21 @@ impl HeldDisk<'_> {
         (entry.args, entry.keys, entry.image) = (args, keys, image);
     }
 
+    /// Notes the image of a disk that was entered without one. Returns an error if another disk has
+    /// it.
+    pub fn found(&self, image: Option<ImageId>) -> Result<(), String> {
+        let mut entries = self.book.entries();
+        let Entries { all, claims, .. } = &mut *entries;
+        let entry = all.get_mut(&self.name).expect("a held disk stays in the book");
+        claims.remove(&entry.args, entry.image.take());
+        if let Err(e) = claims.add(&entry.args, image.clone()) {
+            let _ = claims.add(&entry.args, None);
+            return Err(e);
+        }
+        entry.image = image;
+        Ok(())
+    }
+
     /// Keeps the disk held after the end of this borrow, until [`Book::lent`] takes it.
     pub fn lend(self) -> String {
         let name = self.name.clone();
@@ -262,6 +277,15 @@ mod tests {
         reserve("b", "base").unwrap();
         book.hold("a").unwrap().remove();
         reserve("c", "top").unwrap();
+        // A disk whose image becomes known later.
+        let (args, keys) = disk("d", "top");
+        let image = ImageId::of(&args);
+        let held = book.reserve(args, keys, false, None).unwrap();
+        assert!(held.found(image.clone()).unwrap_err().contains("\"c\" has the same image"));
+        book.hold("c").unwrap().remove();
+        held.found(image).unwrap();
+        held.keep();
+        assert!(reserve("c", "top").unwrap_err().contains("\"d\" has the same image"));
         std::fs::remove_dir_all(&folder).unwrap();
     }
 

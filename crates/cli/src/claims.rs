@@ -24,12 +24,14 @@ pub enum ImageId {
     Storage(String),
 }
 
-/// Reason why the identity of an image is not known.
+/// Reason why the server does not know a file of a disk.
 #[derive(Debug, thiserror::Error)]
-#[error("disk \"{disk}\": image {error}")]
-pub struct ImageError {
-    disk: String,
-    error: LookError,
+#[error("disk \"{disk}\": {what} {error}")]
+pub struct UnseenError {
+    pub disk: String,
+    /// What the disk uses the file for.
+    pub what: &'static str,
+    pub error: LookError,
 }
 
 impl ImageId {
@@ -43,13 +45,16 @@ impl ImageId {
     }
 
     /// Like `of`, but waits at most `limit` for the file system. Returns an error after that.
-    pub fn within(disk: &DiskArgs, limit: Duration) -> Result<Option<Self>, ImageError> {
+    pub fn within(disk: &DiskArgs, limit: Duration) -> Result<Option<Self>, UnseenError> {
         if blockyard_image::scheme_of(&disk.image).is_some() {
             return Ok(ImageId::of(disk));
         }
         let args = disk.clone();
-        looks::look(&disk.image, limit, move || ImageId::of(&args))
-            .map_err(|error| ImageError { disk: disk.name(), error })
+        looks::look(&disk.image, limit, move || ImageId::of(&args)).map_err(|error| UnseenError {
+            disk: disk.name(),
+            what: "image",
+            error,
+        })
     }
 }
 

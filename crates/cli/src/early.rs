@@ -3,9 +3,10 @@
 //! In: the path of an image. Out: the file's identity and real path, or nothing if its file system
 //! does not answer in time. What must hold: no thread of the server waits for a file system before
 //! the server gives up its rights, because such a thread would keep them. The process ends with the
-//! start. One that still waits is killed, and another one looks at the next image.
+//! start. One that still waits is killed, and another one looks at the next image. If a process
+//! dies, the file system does not answer: something has killed a process that waited for it.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::OsString;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -102,7 +103,7 @@ impl Helper {
     fn start() -> io::Result<Self> {
         let (socket, theirs) = UnixStream::pair()?;
         let mut command = Command::new("/proc/self/exe");
-        command.arg0("blockyard").arg(ARGUMENT).env_clear().stdin(OwnedFd::from(theirs));
+        command.arg0("blockyard").arg(ARGUMENT).stdin(OwnedFd::from(theirs));
         let child = command.stdout(Stdio::null()).stderr(Stdio::null()).spawn()?;
         Ok(Helper { child, socket })
     }
@@ -122,6 +123,8 @@ struct Early {
     waited: Duration,
     /// None: the file system has not answered in time.
     seen: HashMap<PathBuf, Option<Seen>>,
+    /// Paths with file systems that had not answered when the process ended.
+    late: HashSet<PathBuf>,
     is_over: bool,
 }
 
@@ -142,7 +145,11 @@ impl Early {
     fn look(&mut self, path: &Path) -> Option<Seen> {
         if self.helper.is_none() {
             self.helper = Helper::start()
-                .inspect_err(|e| tracing::debug!("no process can look at images: {e}"))
+                .inspect_err(|e| {
+                    let what = "no process can look at images, so the start waits for their file \
+                                systems";
+                    tracing::warn!("{what}: {e}");
+                })
                 .ok();
         }
         let Some(helper) = &mut self.helper else { return Some(Seen::of(path)) };
@@ -150,19 +157,14 @@ impl Early {
         let limit = looks::LIMIT.saturating_sub(self.waited).max(SHORT_LIMIT);
         let asked = helper.ask(path, limit);
         self.waited += began.elapsed();
-        let e = match asked {
-            Ok(seen) => return Some(seen),
-            Err(e) => e,
-        };
-        if let Some(mut helper) = self.helper.take() {
+        if let Err(e) = &asked
+            && let Some(mut helper) = self.helper.take()
+        {
+            tracing::debug!("{}: the process that looks at images: {e}", path.display());
             let _ = helper.child.kill();
             self.killed.push(helper.child);
         }
-        match e.kind() {
-            io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => None,
-            // The process has failed.
-            _ => Some(Seen::of(path)),
-        }
+        asked.ok()
     }
 }
 
@@ -194,6 +196,11 @@ pub fn identity(disk: &DiskArgs) -> Option<ImageId> {
     Some(ImageId::File(device, inode))
 }
 
+/// Returns whether the file system of a path did not answer at the start.
+pub fn was_late(path: &Path) -> bool {
+    early().late.contains(path)
+}
+
 /// Returns how long the opening of a disk waits for the file system of its image. The start has
 /// waited for it already if it did not answer then.
 pub fn limit(image: &Path) -> Duration {
@@ -208,6 +215,8 @@ pub fn limit(image: &Path) -> Duration {
 /// Ends the process. From now on, threads look at files.
 pub fn end() {
     let mut early = early();
+    let late = early.seen.iter().filter(|(_, seen)| seen.is_none());
+    early.late = late.map(|(path, _)| path.clone()).collect();
     early.is_over = true;
     if let Some(Helper { mut child, socket }) = early.helper.take() {
         drop(socket);

@@ -1,5 +1,5 @@
-//! Disks that are served later, because their storage is slow or another program has locked their
-//! image.
+//! Disks that are served later, because their storage is slow, another program has locked their
+//! image, or the file system of one of their files does not answer.
 //!
 //! In: a disk that no command waits for any more. Out: the disk is served as soon as that is
 //! possible, or the log says why it is not. What must hold: such a disk delays no other one, and no
@@ -9,14 +9,18 @@ use std::error::Error;
 use std::iter::successors;
 use std::time::{Duration, Instant};
 
-use blockyard_yard::{DiskSettings, Pending, YardError};
+use blockyard_yard::{DiskSettings, Pending, WayError, YardError};
 
 use crate::book::HeldDisk;
+use crate::claims::UnseenError;
 use crate::server::Server;
+use crate::{looks, sandbox};
 
 /// Time between two attempts to lock an image: the first, and the longest one.
 const PAUSE: [Duration; 2] = [Duration::from_millis(10), Duration::from_secs(1)];
-/// Time between two lines of the log about an image that stays locked.
+/// Time between two looks at a file system that does not answer.
+const LOOK_PAUSE: Duration = Duration::from_secs(1);
+/// Time between two lines of the log about a disk that waits.
 const REPORT: Duration = Duration::from_secs(60);
 
 /// Whether a disk waits for other programs that have locked its image.
@@ -50,6 +54,8 @@ pub fn describe(error: &YardError) -> String {
 pub enum First {
     Runs(Pending<()>),
     Failed(YardError),
+    /// A file system does not answer. The book does not know the image.
+    Unseen(UnseenError),
 }
 
 /// A disk that is served later.
@@ -77,6 +83,9 @@ impl Late {
             let added = match first {
                 First::Runs(pending) => pending.wait(),
                 First::Failed(e) => Err(e),
+                First::Unseen(e) => {
+                    see(&held, e).and_then(|()| itself.yard.add(self.settings.clone()))
+                }
             };
             let added = self.add_when_unlocked(&itself, added);
             ended(&itself, held, added);
@@ -114,5 +123,33 @@ impl Late {
             added = server.yard.add(self.settings.clone());
         }
         added
+    }
+}
+
+/// Waits until the file systems of a disk answer, and the sandbox lets the server use them. Tells
+/// the book which image the disk has.
+///
+/// The sandbox may not have the folders, because nothing can be granted on a file system that does
+/// not answer. Then the disk waits for an upgrade: the next server takes its connections.
+fn see(held: &HeldDisk<'_>, unseen: UnseenError) -> Result<(), YardError> {
+    let (args, refused) = (held.args(), |e| YardError::Settings(WayError::caller(e)));
+    let (mut why, mut is_refused, mut report) = (unseen.to_string(), false, Instant::now());
+    loop {
+        if Instant::now() >= report {
+            report = Instant::now() + REPORT;
+            tracing::warn!(disk = args.name(), "its clients wait: {why}");
+        }
+        std::thread::sleep(LOOK_PAUSE);
+        match sandbox::check(&args, looks::LIMIT) {
+            Ok(Ok(image)) => return held.found(image).map_err(refused),
+            Ok(Err(e)) if !sandbox::was_late(&args) => return Err(refused(e.to_string())),
+            Ok(Err(e)) => {
+                why = e.to_string();
+                if !std::mem::replace(&mut is_refused, true) {
+                    report = Instant::now();
+                }
+            }
+            Err(unseen) => (why, is_refused) = (unseen.to_string(), false),
+        }
     }
 }

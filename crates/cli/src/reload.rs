@@ -114,7 +114,9 @@ impl Server {
         let images = Images::of(&before);
         let identify = |disk: &DiskArgs| images.known(disk);
         let config = Config::identified(&self.options, &identify)?;
-        sandbox::reserve(self.options.config.as_deref(), &config.disks);
+        // The reload may fail, so the programs of the present disks stay reserved.
+        let present = before.iter().map(|entry| &entry.args);
+        sandbox::reserve(self.options.config.as_deref(), config.disks.iter().chain(present));
         self.check_main(&config)?;
         config.api(&self.options.api).check()?;
         config.check_each(check)?;

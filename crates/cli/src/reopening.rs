@@ -71,7 +71,10 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
         Listens::Inherited { name, .. } => inherited::check(name).err(),
         Listens::Alone(_) | Listens::Shared(_) => None,
     });
-    let failed = failed.or_else(|| crate::sandbox::check(again).err());
+    let failed = failed.or_else(|| match crate::sandbox::check(again, looks::LIMIT) {
+        Ok(checked) => checked.err(),
+        Err(e) => Some(e.into()),
+    });
     let failed = failed.or_else(|| {
         let disk = again.clone();
         let opened = looks::look(&again.image, looks::LIMIT, move || try_open(&disk));

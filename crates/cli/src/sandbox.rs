@@ -6,6 +6,7 @@
 
 use std::collections::HashSet;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use anyhow::Context;
 use blockyard_disk::Source;
@@ -15,12 +16,13 @@ use blockyard_ring::witness::{self, Question};
 use blockyard_ring::{holders, user};
 use blockyard_storage::target::exec;
 
+use crate::claims::{ImageId, UnseenError};
 use crate::config::{Config, files};
 use crate::early;
 use crate::exports;
 use crate::handover::{Takeover, launcher};
 use crate::journals;
-use crate::looks;
+use crate::looks::{self, LookError};
 use crate::options::api::ApiArgs;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdArgs;
@@ -83,7 +85,12 @@ pub fn check_host(args: &SandboxArgs, config: &Config) -> anyhow::Result<()> {
 
 fn check_folders(args: &SandboxArgs, config: &Config) -> anyhow::Result<()> {
     for folder in &args.allow_folders {
-        if !folder.exists() {
+        let seen = early::look(folder);
+        if seen.is_none() {
+            let folder = folder.display();
+            tracing::error!("--allow-folder {folder}: left out, because {NO_ANSWER}");
+        }
+        if seen.is_some_and(|seen| seen.id.is_none()) {
             let is_key = config.allow_folders.contains(folder);
             let option = if is_key { "allow-folders:" } else { "--allow-folder" };
             anyhow::bail!("{option} {}: there is no such folder", folder.display());
@@ -220,8 +227,8 @@ pub fn run_witness() -> std::io::Result<()> {
 
 /// Notes which files belong to the configuration, and which programs the next server starts: no
 /// disk may use them.
-pub fn reserve(config: Option<&Path>, disks: &[DiskArgs]) {
-    let programs = disks.iter().filter_map(|disk| {
+pub fn reserve<'a>(config: Option<&Path>, disks: impl IntoIterator<Item = &'a DiskArgs>) {
+    let programs = disks.into_iter().filter_map(|disk| {
         let (scheme, name) = Source::scheme_of(&disk.image)?;
         scheme.program(name)
     });
@@ -234,43 +241,88 @@ pub fn reserve(config: Option<&Path>, disks: &[DiskArgs]) {
 const RESERVED: &str = "it belongs to the server's configuration or is a program of it, which no \
                         disk may use: choose another place";
 
-/// Returns an error if a new disk names files of the server's configuration, or if the sandbox
-/// refuses what the disk needs. (A client could write into such files what the next server does,
-/// outside the sandbox.)
-pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
-    let name = disk.name();
-    let refused = |what: &str, path: &Path, advise: fn(&Path) -> Option<String>| {
-        let file = path.to_path_buf();
-        let find = move || match sandbox::is_reserved(&file) {
+/// What is wrong with a path for which the sandbox has no rule, because its file system did not
+/// answer when the server made the rules.
+const LATE: &str = "its file system did not answer when the server started, so the sandbox refuses \
+                    it: upgrade the server (`blockyard ctl upgrade`), or restart it";
+
+const NO_ANSWER: &str = "its file system does not answer";
+
+/// Returns whether the file system of a path of the disk did not answer at the start.
+pub fn was_late(disk: &DiskArgs) -> bool {
+    named(disk).iter().any(|named| early::was_late(&named.path))
+}
+
+/// A path that a disk names, and what the disk uses it for.
+struct Named {
+    what: &'static str,
+    path: PathBuf,
+    /// Returns why the sandbox refuses the path.
+    advise: fn(&Path) -> Option<String>,
+}
+
+impl Named {
+    /// Returns why no disk may use the path. Resolves links, so it waits for the file system.
+    fn wrong(&self) -> Option<String> {
+        let wrong = match sandbox::is_reserved(&self.path) {
             true => Some(RESERVED.to_string()),
-            false => advise(&file),
+            false => (self.advise)(&self.path).map(|advice| match early::was_late(&self.path) {
+                true => LATE.to_string(),
+                false => advice,
+            }),
         };
-        // Links are resolved, so this waits for the file system.
-        let wrong = looks::look(path, looks::LIMIT, find)
-            .map_err(|e| anyhow::anyhow!("disk \"{name}\": {what} {e}"))?;
-        let path = path.display();
-        wrong
-            .map_or(Ok(()), |wrong| Err(anyhow::anyhow!("disk \"{name}\": {what} {path}: {wrong}")))
-    };
+        wrong.map(|wrong| format!("{} {}: {wrong}", self.what, self.path.display()))
+    }
+}
+
+/// Returns the paths that a disk names, the image first.
+fn named(disk: &DiskArgs) -> Vec<Named> {
     // The error about a missing image is better.
     let of_present = |path: &Path| path.exists().then(|| sandbox::advice(path)).flatten();
-    if let Some(image) = image_of(disk) {
-        refused("image", &image, of_present)?;
-    }
     // The kernel lets the server read more folders than a disk may name, such as /usr.
     let of_content =
         |folder: &Path| folder.exists().then(|| sandbox::advice(&folder.join("*"))).flatten();
-    for folder in local_folders(disk) {
-        refused("backing folder", folder, of_content)?;
-    }
     // A folder of sockets only is enough for a socket.
     let of_socket =
         |path: &Path| (!sandbox::may_listen(path)).then(|| sandbox::advice(path)).flatten();
-    for socket in exports::sockets(disk) {
-        refused("socket", &socket, of_socket)?;
+    let mut all = Vec::new();
+    let mut add = |what, path, advise| all.push(Named { what, path, advise });
+    image_of(disk).into_iter().for_each(|image| add("image", image, of_present));
+    local_folders(disk).for_each(|folder| add("backing folder", folder.clone(), of_content));
+    exports::sockets(disk).into_iter().for_each(|socket| add("socket", socket, of_socket));
+    exports::controls(disk).for_each(|device| add("device", device.into(), sandbox::advice));
+    all
+}
+
+/// Returns the identity of a new disk's image. Returns an error if the disk names files of the
+/// server's configuration, or if the sandbox refuses what the disk needs. (A client could write
+/// into such files what the next server does, outside the sandbox.) Waits at most `limit` for the
+/// file systems.
+pub fn check(
+    disk: &DiskArgs,
+    limit: Duration,
+) -> Result<anyhow::Result<Option<ImageId>>, UnseenError> {
+    let (name, args, named) = (disk.name(), disk.clone(), named(disk));
+    let paths: Vec<_> = named.iter().map(|named| named.path.clone()).collect();
+    let uses: Vec<_> = named.iter().map(|named| named.what).collect();
+    if paths.is_empty() {
+        return Ok(Ok(ImageId::of(disk)));
     }
-    exports::controls(disk)
-        .try_for_each(|device| refused("device", Path::new(device), sandbox::advice))
+    let seen = looks::look_at(paths.clone(), limit, move |position| {
+        // The first path is the image, if it is a file.
+        let image = ImageId::of(&args);
+        let find = |(at, named): (usize, &Named)| {
+            position.is_at(at);
+            named.wrong()
+        };
+        (image, named.iter().enumerate().find_map(find))
+    });
+    let unseen = |error: LookError| {
+        let at = paths.iter().position(|path| path == error.path());
+        UnseenError { disk: name.clone(), what: at.map_or("image", |at| uses[at]), error }
+    };
+    let (image, wrong) = seen.map_err(unseen)?;
+    Ok(wrong.map_or(Ok(image), |wrong| Err(anyhow::anyhow!("disk \"{name}\": {wrong}"))))
 }
 
 /// Returns what the server may read of the host's settings, whatever its disks are.
@@ -290,7 +342,7 @@ fn settings(is_root: bool) -> Vec<PathBuf> {
 
 /// Returns whether the server makes block devices, now or later: the kernel allows that to few.
 fn makes_devices(args: &SandboxArgs, needs: &Needs<'_>) -> bool {
-    let later = args.allow_folders.iter().filter_map(|folder| std::fs::canonicalize(folder).ok());
+    let later = args.allow_folders.iter().filter_map(|folder| Some(early::look(folder)?.real));
     needs.attached
         || !devices(needs).is_empty()
         || later
@@ -310,7 +362,8 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>, is_root: bool) -> Vec<Folder> 
     SYSTEM.iter().for_each(|path| add(Path::new(path), Access::Read));
     settings(is_root).iter().for_each(|path| add(path, Access::Read));
     add(Path::new("/dev/null"), Access::Write);
-    args.allow_folders.iter().for_each(|folder| add(folder, Access::Write));
+    let allowed = args.allow_folders.iter().filter(|folder| answers(folder));
+    allowed.for_each(|folder| add(folder, Access::Write));
     if let Some(file) = needs.config_file {
         let root = files::root(file);
         add(root, Access::Read);
@@ -336,12 +389,13 @@ fn folders(args: &SandboxArgs, needs: &Needs<'_>, is_root: bool) -> Vec<Folder> 
     }
     needs.xen.folders.iter().for_each(|folder| add(folder, Access::Write));
     for disk in &needs.config.disks {
-        disk.backing_folders.iter().for_each(|folder| add(folder, Access::Write));
+        let folders = local_folders(disk).filter(|folder| answers(folder));
+        folders.for_each(|folder| add(folder, Access::Write));
         exports::sockets(disk).iter().for_each(|socket| add(folder_of(socket), Access::Sockets));
         if let Some(image) = image_of(disk) {
             granted_of(&image).iter().for_each(|path| add(path, Access::Write));
         }
-        for folder in certificates_of(disk) {
+        for folder in certificates_of(disk).into_iter().filter(|folder| answers(folder)) {
             add(&folder, Access::Read);
             linked_from(&folder).for_each(|folder| add(&folder, Access::Read));
         }
@@ -379,6 +433,11 @@ fn granted_of(image: &Path) -> Vec<PathBuf> {
     let Some(seen) = early::look(image) else { return Vec::new() };
     let real = seen.real;
     if seen.is_device { vec![real] } else { vec![folder_of(&real).into(), folder_of(image).into()] }
+}
+
+/// Returns whether the file system of a path answers. A rule for a path waits for it.
+fn answers(path: &Path) -> bool {
+    early::look(path).is_some()
 }
 
 /// Returns the folders that the links in a folder lead to: certificates and configuration files are

@@ -342,10 +342,18 @@ impl Server {
     /// answer, so nothing waits for them.
     fn add_unopened(&self, disks: Vec<(DiskArgs, Table, bool)>) {
         for (args, keys, by_api) in disks {
-            match self.begin_add(args, keys, by_api) {
-                // The old server may still have the image.
-                Ok(adding) => adding.waits_for_lock().later(),
-                Err(e) => tracing::error!("{:#}", anyhow::Error::from(e)),
+            // The old server may still have the image.
+            match self.begin_add_again(args.clone(), keys, by_api) {
+                Ok(adding) => adding.later(),
+                Err(e) => {
+                    if !e.goes_on() {
+                        self.common.handed.end_disk(&args.name(), Vec::new());
+                        if !by_api {
+                            self.note_unopened(&args, &e.to_string());
+                        }
+                    }
+                    tracing::error!("{:#}", anyhow::Error::from(e));
+                }
             }
         }
     }
@@ -355,16 +363,18 @@ impl Server {
     fn add_new(&self, disks: &[(DiskArgs, Table)], takeover: &Takeover) {
         let deadline = Instant::now() + OTHERS_TIME;
         let waits = || takeover.old_lives(Duration::ZERO) && Instant::now() < deadline;
-        for e in self.open_all(disks, waits, |adding| adding.wait()) {
+        for e in self.open_all(disks, false, waits, |adding| adding.wait()) {
             tracing::error!("{:#}", anyhow::Error::from(e));
         }
     }
 
-    /// Opens disks at the same time. Returns the errors. `waits`: whether to try again afterwards
-    /// if other processes have locked an image. `wait`: waits for a disk.
+    /// Opens disks at the same time. Returns the errors. `again`: clients wait for the disks.
+    /// `waits`: whether to try again afterwards if other processes have locked an image. `wait`:
+    /// waits for a disk.
     fn open_all(
         &self,
         disks: &[(DiskArgs, Table)],
+        again: bool,
         waits: impl Fn() -> bool,
         wait: impl Fn(Adding<'_>) -> Result<(), AddError>,
     ) -> Vec<AddError> {
@@ -374,7 +384,8 @@ impl Server {
             let tries_again = waits();
             let begin = |disk| {
                 let (args, keys): &(DiskArgs, Table) = disk;
-                (disk, self.begin_add(args.clone(), keys.clone(), false))
+                let begin = if again { Server::begin_add_again } else { Server::begin_add };
+                (disk, begin(self, args.clone(), keys.clone(), false))
             };
             let adding: Vec<_> = left.drain(..).map(begin).collect();
             for (disk, adding) in adding {
@@ -413,11 +424,10 @@ impl Server {
         };
         let deadline = Instant::now() + patience;
         let wait = |adding: Adding<'_>| {
-            let adding = if again { adding.waits_for_lock() } else { adding };
             adding.wait_within(limit, || caught.is_stopped()).map(HeldDisk::keep)
         };
         let waits = || Instant::now() < deadline && !caught.is_stopped();
-        let mut failed = self.open_all(&disks, waits, wait);
+        let mut failed = self.open_all(&disks, again, waits, wait);
         if caught.is_stopped() {
             return Ok(());
         }

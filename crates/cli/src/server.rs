@@ -17,7 +17,7 @@ use toml::Table;
 
 use crate::book::{Book, Entry, HeldDisk};
 use crate::changes::{Known, changes};
-use crate::claims::{ImageError, ImageId};
+use crate::claims::{ImageId, UnseenError};
 use crate::disks::{advise, log_end, settings};
 use crate::events::Events;
 use crate::exports::{self, Common};
@@ -34,7 +34,7 @@ pub enum AddError {
     #[error("{0}")]
     Conflict(String),
     #[error(transparent)]
-    Image(ImageError),
+    Unseen(UnseenError),
     #[error("{0:#}")]
     Open(anyhow::Error),
     #[error(transparent)]
@@ -54,6 +54,9 @@ pub enum AddError {
         shell(disk)
     )]
     Waits { disk: String, why: String },
+    /// The disk is served when the file systems of its files answer.
+    #[error("{why}; disk \"{disk}\" waits, because its clients do")]
+    WaitsForFiles { disk: String, why: String },
     #[error("disk \"{disk}\" is not open yet, and a signal ends the server")]
     Stopped { disk: String },
 }
@@ -68,7 +71,10 @@ impl AddError {
 
     /// Returns whether the disk may still be served, without another command.
     pub fn goes_on(&self) -> bool {
-        matches!(self, AddError::GoesOn { .. } | AddError::Waits { .. })
+        matches!(
+            self,
+            AddError::GoesOn { .. } | AddError::Waits { .. } | AddError::WaitsForFiles { .. }
+        )
     }
 
     /// Returns whether another process has locked the image.
@@ -221,8 +227,39 @@ impl Server {
         keys: Table,
         by_api: bool,
     ) -> Result<Adding<'_>, AddError> {
-        let image = ImageId::within(&args, early::limit(&args.image)).map_err(AddError::Image)?;
-        sandbox::check(&args).map_err(AddError::Open)?;
+        let checked = sandbox::check(&args, early::limit(&args.image)).map_err(AddError::Unseen)?;
+        let image = checked.map_err(AddError::Open)?;
+        let (held, settings) = self.reserve(&args, keys, by_api, image)?;
+        Ok(self.opening(held, args, settings))
+    }
+
+    /// Like `begin_add`, for a disk that another server had, and with clients that wait for it. If
+    /// a file system does not answer, the disk waits for it.
+    pub fn begin_add_again(
+        &self,
+        args: DiskArgs,
+        keys: Table,
+        by_api: bool,
+    ) -> Result<Adding<'_>, AddError> {
+        let unseen = match self.begin_add(args.clone(), keys.clone(), by_api) {
+            Err(AddError::Unseen(unseen)) => unseen,
+            begun => return begun.map(Adding::waits_for_lock),
+        };
+        let (disk, why) = (args.name(), unseen.to_string());
+        let (held, settings) = self.reserve(&args, keys, by_api, None)?;
+        let late = Late { settings, locked: Locked::Waits, ended: added_late };
+        late.serve(self, held, First::Unseen(unseen));
+        Err(AddError::WaitsForFiles { disk, why })
+    }
+
+    /// Enters a disk into the book.
+    fn reserve(
+        &self,
+        args: &DiskArgs,
+        keys: Table,
+        by_api: bool,
+        image: Option<ImageId>,
+    ) -> Result<(HeldDisk<'_>, DiskSettings), AddError> {
         let held = self.book.reserve(args.clone(), keys, by_api, image);
         let held = held.map_err(AddError::Conflict)?;
         let carried = match self.common.handed.take_carried(&args.name()) {
@@ -232,14 +269,15 @@ impl Server {
                 return Err(AddError::Open(e));
             }
         };
-        let settings = settings(&args, exports::ways(&args, &self.common));
-        Ok(self.opening(held, args, DiskSettings { carried, ..settings }))
+        let settings = settings(args, exports::ways(args, &self.common));
+        Ok((held, DiskSettings { carried, ..settings }))
     }
 
     /// Opens a disk again that [`Server::close_held`] has closed. It leaves the book if it does not
     /// open and the caller drops it.
     pub fn begin_open<'a>(&'a self, held: HeldDisk<'a>, args: DiskArgs, keys: Table) -> Adding<'a> {
         held.set(args.clone(), keys);
+        held.opens();
         let settings = settings(&args, exports::ways(&args, &self.common));
         self.opening(held.leaving(), args, settings)
     }
@@ -394,7 +432,8 @@ impl Server {
 
 /// Notes that a disk is served, or that it is not, after no command has waited for it.
 fn added_late(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) {
-    let Entry { args, by_api, .. } = held.entry();
+    let entry = held.entry();
+    let args = &entry.args;
     match added {
         Ok(()) => {
             held.keep();
@@ -404,11 +443,9 @@ fn added_late(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>)
         // This server ends, or another one opens the disk.
         Err(YardError::Closing) => drop(held.lend()),
         Err(e) => {
-            let e = AddError::of(e, &args);
+            let e = AddError::of(e, args);
             held.remove();
-            if !by_api {
-                server.note_unopened(&args, &e.to_string());
-            }
+            server.note_ended(&entry, &e.to_string());
             tracing::error!(disk = args.name(), "it is not served: {:#}", anyhow::Error::from(e));
         }
     }

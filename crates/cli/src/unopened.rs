@@ -12,6 +12,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use blockyard_control::events::What;
 use blockyard_control::types::{FailedDisk, UnopenedDisk};
 
+use crate::book::Entry;
 use crate::config::Config;
 use crate::options::disk::DiskArgs;
 use crate::server::Server;
@@ -63,6 +64,13 @@ impl Server {
         if self.unopened.note(args, error) {
             let (disk, image) = (args.name(), args.image.display().to_string());
             self.events.publish(What::DiskFailed { disk, image, error: error.into() });
+        }
+    }
+
+    /// Notes a disk that has ended by an error, if the configuration has it.
+    pub fn note_ended(&self, entry: &Entry, error: &str) {
+        if !entry.by_api {
+            self.note_unopened(&entry.args, error);
         }
     }
 

@@ -117,6 +117,7 @@ impl Server {
                 "disk \"{name}\" could not be flushed when it was closed, so it is not opened \
                  again: writes may be lost"
             );
+            self.note_ended(&old, &what);
             return Err(Problem::new(Kind::Failed, what));
         }
         let opened = self.begin_open(held, args, keys).wait_or_return(left(), || false);
@@ -125,9 +126,13 @@ impl Server {
             Err(not) => not,
         };
         let Some(held) = held else { return Err(Problem::new(Kind::Busy, e.to_string())) };
-        let restored = self.begin_open(held, old.args, old.keys).wait_within(left(), || false);
-        reopening::log_restored(&name, restored.map(HeldDisk::keep));
         let what = format!("disk \"{name}\" does not open with the new cache mode: {e:#}");
+        let again = self.begin_open(held, old.args.clone(), old.keys.clone());
+        let restored = again.wait_within(left(), || false);
+        if restored.as_ref().is_err_and(|e| !e.goes_on()) {
+            self.note_ended(&old, &what);
+        }
+        reopening::log_restored(&name, restored.map(HeldDisk::keep));
         Err(Problem::new(Kind::Failed, what))
     }
 
@@ -330,15 +335,16 @@ impl Operator for Server {
         let _no_upgrade = Some(no_upgrade).filter(|_| persist);
         let held = adding.and_then(Adding::wait_held).map_err(|e| match e {
             AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
-            AddError::Image(e) => Problem::new(Kind::Busy, e.to_string()),
+            AddError::Unseen(e) => Problem::new(Kind::Busy, e.to_string()),
             AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
             AddError::Yard(e) => words::problem(e),
             e @ AddError::GoesOn { .. } if persist => {
                 Problem::new(Kind::Busy, format!("{e}; {NOT_WRITTEN}"))
             }
-            e @ (AddError::GoesOn { .. } | AddError::Waits { .. } | AddError::Stopped { .. }) => {
-                Problem::new(Kind::Busy, e.to_string())
-            }
+            e @ (AddError::GoesOn { .. }
+            | AddError::Waits { .. }
+            | AddError::WaitsForFiles { .. }
+            | AddError::Stopped { .. }) => Problem::new(Kind::Busy, e.to_string()),
         })?;
         // While the disk is held, no other call changes its file.
         let kept = store.map_or(Ok(()), |store| {
@@ -409,8 +415,11 @@ impl Operator for Server {
             })?;
         }
         let kept = store.zip(kept).map_or(Ok(()), |(store, kept)| {
+            let written = store.keep(name, &kept);
+            // A reload that has read the file before must not take the change back. Not earlier: a
+            // reload that begins meanwhile still reads the old file.
             held.note_kept();
-            store.keep(name, &kept)?;
+            written?;
             self.book.adopt(&[args]);
             Ok(())
         });

@@ -50,12 +50,11 @@ impl<'a> Away<'a> {
         let (disk, since) = (held.args().name(), handed.since);
         log_end(&handed.ended);
         if !handed.ended.is_flushed {
-            held.remove();
+            let what = "could not be flushed, and has ended: writes may be lost (a reload opens it \
+                        again)";
+            has_ended(server, held, what);
             server.common.handed.end_disk(&disk, handed.exports);
-            bail!(
-                "disk \"{disk}\" could not be flushed, and has ended: writes may be lost (a reload \
-                 opens it again)"
-            );
+            bail!("disk \"{disk}\" {what}");
         }
         let mut exports = handed.exports;
         if let Some(carried) = handed.carried {
@@ -165,12 +164,19 @@ fn has_tried(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) 
         // This server ends, or another one opens the disk.
         Err(YardError::Closing) => return drop(held.lend()),
         Err(e) => {
-            let e = anyhow::Error::from(e);
-            tracing::error!(disk = name, "cannot serve it again: {e:#}");
-            held.remove();
+            let what = format!("cannot serve it again: {:#}", anyhow::Error::from(e));
+            tracing::error!(disk = name, "{what}");
+            has_ended(server, held, &what);
         }
     }
     server.common.handed.end_disk(&name, Vec::new());
+}
+
+/// Notes that a disk has ended that the configuration may have.
+fn has_ended(server: &Server, held: HeldDisk<'_>, what: &str) {
+    let entry = held.entry();
+    held.remove();
+    server.note_ended(&entry, what);
 }
 
 /// Serves a disk again as soon as it has ended, because the hand-over does not wait for it. `lent`:
