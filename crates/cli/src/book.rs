@@ -5,10 +5,10 @@
 //! the book, so that a reload does not add it. The lock is never held during a command, so that a
 //! slow image delays no other disk.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use toml::Table;
+use toml::{Table, Value};
 
 use crate::claims::{Claims, ImageId};
 use crate::looks;
@@ -23,6 +23,9 @@ pub enum HoldError {
     Busy(String),
 }
 
+/// Keys that calls have set and that no file keeps, each with its value in the file.
+pub type SetKeys = BTreeMap<String, Option<Value>>;
+
 /// A disk as it was configured.
 #[derive(Clone)]
 pub struct Entry {
@@ -31,6 +34,8 @@ pub struct Entry {
     pub keys: Table,
     /// Whether a call of the API added the disk, and no configuration file has it.
     pub by_api: bool,
+    /// What calls have set since the file was read.
+    pub set: SetKeys,
     pub image: Option<ImageId>,
     /// Number of jobs that have held the disk, and may have changed its image and its file.
     pub jobs: u64,
@@ -44,9 +49,22 @@ pub struct Entry {
     pub is_opening: bool,
 }
 
+impl Entry {
+    /// Returns the keys of the disk's file.
+    pub fn file_keys(&self) -> Table {
+        let mut keys = self.keys.clone();
+        for (key, value) in &self.set {
+            keys.remove(key);
+            keys.extend(value.clone().map(|value| (key.clone(), value)));
+        }
+        keys
+    }
+}
+
 #[derive(Default)]
 struct Entries {
     all: HashMap<String, Entry>,
+    removed: BTreeMap<String, Table>,
     arrivals: u64,
     claims: Claims,
 }
@@ -85,7 +103,9 @@ impl Book {
         entries.claims.add(&args, image.clone())?;
         entries.arrivals += 1;
         let (arrival, is_held, is_opening, jobs, kept) = (entries.arrivals, true, true, 0, 0);
-        let entry = Entry { args, keys, by_api, image, jobs, kept, arrival, is_held, is_opening };
+        let set = SetKeys::new();
+        let entry =
+            Entry { args, keys, by_api, set, image, jobs, kept, arrival, is_held, is_opening };
         entries.all.insert(name.clone(), entry);
         Ok(HeldDisk { book: self, name, is_leaving: true })
     }
@@ -106,6 +126,36 @@ impl Book {
         let held = HeldDisk { book: self, name, is_leaving: false };
         held.with(|entry| entry.jobs += 1);
         held
+    }
+
+    /// Returns the disks that calls have removed and that the files still have, with their keys
+    /// there.
+    pub fn removed(&self) -> BTreeMap<String, Table> {
+        self.entries().removed.clone()
+    }
+
+    /// Records that a call has removed a disk which a file has with these keys.
+    pub fn note_removed(&self, disk: &str, keys: Table) {
+        self.entries().removed.insert(disk.into(), keys);
+    }
+
+    /// Records what calls of an earlier server have set.
+    pub fn note_set(&self, disk: &str, set: SetKeys) {
+        if let Some(entry) = self.entries().all.get_mut(disk) {
+            entry.set = set;
+        }
+    }
+
+    /// Records that a reload has read these disks from the files. It takes back what calls have
+    /// set and removed.
+    pub fn follow(&self, disks: &[DiskArgs]) {
+        self.adopt(disks);
+        let mut entries = self.entries();
+        entries.removed.clear();
+        for disk in disks {
+            let entry = entries.all.get_mut(&disk.name());
+            entry.filter(|entry| entry.args == *disk).into_iter().for_each(|e| e.set.clear());
+        }
     }
 
     /// Records that the configuration file has these disks.
@@ -139,6 +189,25 @@ impl HeldDisk<'_> {
     /// Changes keys that cannot conflict with those of other disks.
     pub fn set(&self, args: DiskArgs, keys: Table) {
         self.with(|entry| (entry.args, entry.keys) = (args, keys));
+    }
+
+    /// Records that a call sets keys without a file. `before`: the keys until then.
+    pub fn note_set<'k>(&self, before: &Table, keys: impl Iterator<Item = &'k String>) {
+        self.with(|entry| {
+            for key in keys.filter(|_| !entry.by_api) {
+                entry.set.entry(key.clone()).or_insert_with(|| before.get(key).cloned());
+            }
+        });
+    }
+
+    /// Records that the disk's file has these keys as they are set.
+    pub fn forget_set<'k>(&self, keys: impl Iterator<Item = &'k String>) {
+        self.with(|entry| keys.for_each(|key| drop(entry.set.remove(key))));
+    }
+
+    /// Records that the disk has all values of its file.
+    pub fn follows_file(&self) {
+        self.with(|entry| entry.set.clear());
     }
 
     /// Records that a call has changed the disk and its file. A reload may have read the file
@@ -296,5 +365,37 @@ mod tests {
         book.reserve(args.clone(), keys, true, None).unwrap().keep();
         book.adopt(&[args]);
         assert!(!book.find("a").unwrap().by_api);
+    }
+
+    #[test]
+    fn the_book_knows_what_calls_have_set_until_a_reload() {
+        let book = Book::default();
+        let (args, keys) = disk("name = \"a\"\nvhost-user = \"/s\"\nweight = 200\n");
+        book.reserve(args.clone(), keys.clone(), false, None).unwrap().keep();
+        let held = book.hold("a").unwrap();
+        for weight in [300, 400] {
+            let names = ["weight".to_string(), "iops".to_string()];
+            held.note_set(&held.entry().keys, names.iter());
+            let mut now = keys.clone();
+            now.insert("weight".into(), weight.into());
+            now.insert("iops".into(), 5.into());
+            held.set(DiskArgs { weight: weight as u32, ..args.clone() }, now);
+        }
+        let entry = held.entry();
+        assert_eq!(
+            (entry.set["weight"].as_ref(), entry.set["iops"].as_ref()),
+            (Some(&200.into()), None)
+        );
+        assert_eq!(entry.file_keys(), keys);
+        held.keep();
+        book.note_removed("b", Table::new());
+        // The reload could not change the disk.
+        book.follow(std::slice::from_ref(&args));
+        assert_eq!((book.find("a").unwrap().set.len(), book.removed().len()), (2, 0));
+        let held = book.hold("a").unwrap();
+        held.set(args.clone(), keys);
+        held.keep();
+        book.follow(&[args]);
+        assert!(book.find("a").unwrap().set.is_empty());
     }
 }

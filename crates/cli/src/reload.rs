@@ -134,7 +134,7 @@ impl Server {
         log_others(&plan);
         // The groups' settings come first, because closing and opening disks takes long.
         self.yard.set_groups(config.group_knobs());
-        self.book.adopt(&config.disks);
+        self.book.follow(&config.disks);
         self.change_in_use(&config, &mut plan, &before, &mut failed);
         let old = self.remove_others(&config, &mut plan, &before, &mut failed);
         // Update the sizes of all disks, including those of toolstacks.
@@ -299,6 +299,7 @@ impl Server {
         let DiskChange { disk, keys, .. } = change;
         let Some((args, table)) = of_file(config, disk) else { return Ok(()) };
         self.change(held, args.clone(), table)?;
+        held.follows_file();
         tracing::info!(disk, "changed without closing it: {}", describe(keys));
         Ok(())
     }
@@ -427,6 +428,7 @@ impl Server {
             let tls_allow = args.tls_allow.clone();
             let args = DiskArgs { tls_allow, ..before.args };
             self.restore(args, before.keys, false);
+            self.book.note_set(&name, before.set);
         }
         // New disks open in parallel, as at start.
         let new: HashSet<_> = plan.added.iter().collect();

@@ -25,7 +25,7 @@ use crate::config::Config;
 use crate::disks::check;
 use crate::events::Events;
 use crate::exports::Common;
-use crate::handover::{Control, HandOvers, Takeover};
+use crate::handover::{self, Control, HandOvers, Takeover, Wanted};
 use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
@@ -340,14 +340,20 @@ impl Server {
 
     /// Begins to open the disks that the previous server had not opened. Their storage may not
     /// answer, so nothing waits for them.
-    fn add_unopened(&self, disks: Vec<(DiskArgs, Table, bool)>) {
-        for (args, keys, by_api) in disks {
+    fn add_unopened(&self, disks: Vec<Wanted>) {
+        for Wanted { args, keys, by_api, set, changed } in disks {
+            let name = args.name();
             // The old server may still have the image.
-            match self.begin_add_again(args.clone(), keys, by_api) {
+            let begun = self.begin_add_again(args.clone(), keys, by_api);
+            if begun.as_ref().err().is_none_or(AddError::goes_on) {
+                self.book.note_set(&name, set);
+                handover::report(self, &name, &changed);
+            }
+            match begun {
                 Ok(adding) => adding.later(),
                 Err(e) => {
                     if !e.goes_on() {
-                        self.common.handed.end_disk(&args.name(), Vec::new());
+                        self.common.handed.end_disk(&name, Vec::new());
                         if !by_api {
                             self.note_unopened(&args, &e.to_string());
                         }

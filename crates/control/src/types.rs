@@ -417,6 +417,10 @@ pub struct HandedOver {
     pub name: String,
     /// Time for which no server took requests of the disk, in microseconds.
     pub pause_us: u64,
+    /// Keys that have another value than in the old server, because the configuration file has
+    /// changed.
+    #[serde(default)]
+    pub changed: Vec<KeyChange>,
 }
 
 /// Parameters of a reload.

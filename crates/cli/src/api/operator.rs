@@ -372,7 +372,11 @@ impl Operator for Server {
             store.check_forget(name).map_err(|e| conflict(&e))?;
         }
         let mut forgotten = Ok(());
+        let entry = Some(held.entry()).filter(|entry| !entry.by_api);
         let removed = self.remove_after(held, STORAGE_TIME, || {
+            if let Some(entry) = entry {
+                self.book.note_removed(name, entry.file_keys());
+            }
             forgotten = store.map_or(Ok(()), |store| store.forget(name));
         });
         let flushed = removed.map_err(words::removal)?;
@@ -395,6 +399,8 @@ impl Operator for Server {
         drop(only);
         let entry = held.entry();
         let cache = entry.args.cache;
+        let set: Vec<_> = keys.keys().cloned().collect();
+        let before = entry.keys.clone();
         let (args, table) = words::changed(entry.args, entry.keys, keys.clone())?;
         knobs::check(&args.knobs())
             .map_err(|e| Problem::new(Kind::Invalid, format!("disk \"{name}\": {e}")))?;
@@ -405,6 +411,7 @@ impl Operator for Server {
             check_writes(&args).map_err(|e| invalid("on-enospc", &format!("{e:#}")))?;
         }
         let kept = store.as_ref().map(|store| kept(store, name, &table, keys)).transpose()?;
+        held.note_set(&before, set.iter());
         if args.cache == cache {
             self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;
         } else {
@@ -421,6 +428,7 @@ impl Operator for Server {
             held.note_kept();
             written?;
             self.book.adopt(&[args]);
+            held.forget_set(set.iter());
             Ok(())
         });
         held.keep();

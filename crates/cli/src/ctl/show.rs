@@ -74,8 +74,13 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
 
 fn upgraded(done: &Upgraded) -> String {
     let mut rows = vec![row(&["disk", "pause"])];
-    for HandedOver { name, pause_us } in &done.disks {
+    let mut changed = String::new();
+    for HandedOver { name, pause_us, changed: keys } in &done.disks {
         rows.push(vec![name.clone(), format!("{:.1} ms", *pause_us as f64 / 1000.0)]);
+        if !keys.is_empty() {
+            let what = clean(&format!("{name}: changed: {}", crate::changes::describe(keys)));
+            let _ = writeln!(changed, "{what} (the configuration file has changed)");
+        }
     }
     let mut text = format!(
         "process {} (version {}) serves the disks\n{}",
@@ -83,6 +88,7 @@ fn upgraded(done: &Upgraded) -> String {
         done.version,
         table(&rows)
     );
+    text += &changed;
     if done.disconnected > 0 {
         text += &format!(
             "{} NBD clients were disconnected (TLS, or no export chosen yet)\n",

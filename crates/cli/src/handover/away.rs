@@ -10,6 +10,7 @@ use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
+use blockyard_control::types::KeyChange;
 use blockyard_disk::{Carried, Source};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Handed, keeper};
@@ -37,6 +38,8 @@ pub struct Away<'a> {
     pub exports: Vec<Handed>,
     pub since: Instant,
     pub pause: Option<Duration>,
+    /// What the new server has changed.
+    pub changed: Vec<KeyChange>,
 }
 
 impl<'a> Away<'a> {
@@ -66,7 +69,7 @@ impl<'a> Away<'a> {
         });
         let kept = kept(&disk, exports.iter().map(|handed| handed.kind));
         exports.extend(kept.map(|parcel| Handed { kind: KEPT, parcel }));
-        Ok((Away { held, exports, since, pause: None }, program))
+        Ok((Away { held, exports, since, pause: None, changed: Vec::new() }, program))
     }
 
     /// Begins to open the image again, and to continue the exports. The new server must have ended.

@@ -14,8 +14,9 @@
 //!   Serves ───────────────────────────────────►   exits
 //!   reads messages, accepts clients
 //! ```
-//! `old` and `new` are the two sides. `away` is a disk on its way. `launcher` starts the new server
-//! for one in a sandbox. `control` waits for new servers that something else has started.
+//! `old` and `new` are the two sides. `settings` keeps what calls have set. `away` is a disk on its
+//! way. `launcher` starts the new server for one in a sandbox. `control` waits for new servers that
+//! something else has started.
 //!
 //! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
@@ -29,6 +30,8 @@
 //! - A disk that is still being opened delays no hand-over. The old server does not begin to serve
 //!   it meanwhile, and the new one opens it after `Serves`.
 //! - The program of an `exec:` image notices nothing: its connection and its process move.
+//! - What calls have set, added and removed goes on, unless the configuration file has another
+//!   value than the old server has read.
 //! - A disk's counters go on, and its limits hold across the hand-over (`blockyard_disk::Carried`).
 //! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
@@ -37,23 +40,28 @@ mod control;
 pub mod launcher;
 mod new;
 mod old;
+mod settings;
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::Context;
+use blockyard_control::types::KeyChange;
 use blockyard_disk::Carried;
 use blockyard_export::Peer;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
+use crate::book::SetKeys;
 use crate::exports::HandedExports;
 
 pub use control::Control;
 pub use launcher::own_binary;
-pub use new::{Takeover, inherited_connection};
+pub use new::{Takeover, inherited_connection, report};
 pub use old::{HandOvers, NotNow, upgrade};
+pub use settings::Wanted;
 
 /// Version of the messages. A change that the other side would misread needs a new number.
 const FORMAT: u32 = 1;
@@ -88,6 +96,9 @@ enum FromNew {
     },
     Took {
         disk: String,
+        /// What the configuration file has changed.
+        #[serde(default, skip_serializing_if = "Vec::is_empty")]
+        changed: Vec<KeyChange>,
     },
     Ready,
     Serves,
@@ -110,6 +121,9 @@ enum FromOld {
         /// The folder of the journals. None: it has none, or the version does not send it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
         state_folder: Option<PathBuf>,
+        /// Disks that calls have removed, with their keys in the configuration file.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+        removed: BTreeMap<String, Table>,
     },
     Given {
         exports: Vec<String>,
@@ -128,6 +142,9 @@ struct Offered {
     /// No configuration file has the disk.
     by_api: bool,
     keys: Table,
+    /// What calls have set of these keys.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    set: SetKeys,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     program: Option<OfferedProgram>,
 }
@@ -184,18 +201,20 @@ mod tests {
         for (recorded, ours) in new.iter().zip([
             FromNew::Hello { format: FORMAT, version: "0.2.0".into() },
             FromNew::Take { disk: "web".into(), programs: false, unopened: false },
-            FromNew::Took { disk: "web".into() },
+            FromNew::Took { disk: "web".into(), changed: Vec::new() },
             FromNew::Ready,
             FromNew::Serves,
         ]) {
             assert_eq!(*recorded, serde_json::to_value(ours).unwrap());
         }
         let keys = Table::new();
-        let disks = vec![Offered { name: "web".into(), by_api: false, keys, program: None }];
+        let (set, program, removed) = Default::default();
+        let web = Offered { name: "web".into(), by_api: false, keys, set, program };
+        let (disks, state_folder) = (vec![web], None);
         let sockets = ["API", "control", "nbd unix:/run/n"].map(String::from).into();
         let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
         for (recorded, ours) in old.into_iter().zip([
-            FromOld::Welcome { version: "0.2.0".into(), disks, sockets, state_folder: None },
+            FromOld::Welcome { version: "0.2.0".into(), disks, sockets, state_folder, removed },
             FromOld::Given { exports, unopened: false },
             FromOld::Commit,
         ]) {

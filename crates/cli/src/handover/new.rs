@@ -1,6 +1,6 @@
 //! The new server of a hand-over.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -9,6 +9,8 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
+use blockyard_control::events::What;
+use blockyard_control::types::KeyChange;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Listener, keeper};
@@ -20,6 +22,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use toml::Table;
 
+use super::settings::{Split, Wanted, split};
 use super::{FORMAT, FromNew, FromOld, KEPT, MESSAGE_TIME, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
 use crate::exports;
@@ -35,11 +38,10 @@ pub struct Takeover {
     /// The process of the old server. None: it has ended, or is in another PID namespace.
     old: Option<OwnedFd>,
     offered: Vec<Offered>,
+    /// Disks that calls have removed, with their keys in the old server's file.
+    removed: BTreeMap<String, Table>,
     sockets: HashMap<String, Parcel>,
 }
-
-/// A disk, its keys, and whether no configuration file has it.
-type Wanted = (DiskArgs, Table, bool);
 
 /// The disks that a new server opens by itself, after the hand-over.
 pub struct Remaining {
@@ -67,10 +69,10 @@ impl Takeover {
         let sent = peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING);
         // A server that refuses at once may close the connection before it reads.
         let answer: FromOld = peer.receive().context(TALKING).or_else(|e| sent.and(Err(e)))?;
-        let (disks, names, state_folder) = match answer {
-            FromOld::Welcome { disks, sockets, version, state_folder } => {
+        let (disks, names, state_folder, removed) = match answer {
+            FromOld::Welcome { disks, sockets, version, state_folder, removed } => {
                 tracing::info!("taking {} disks over from version {version}", disks.len());
-                (disks, sockets, state_folder)
+                (disks, sockets, state_folder, removed)
             }
             FromOld::Refused { what } => bail!("the running server keeps its disks: {what}"),
             other => bail!("the running server sent {other:?}"),
@@ -83,7 +85,7 @@ impl Takeover {
             tracing::debug!("cannot map this program's code in advance: {e}");
         }
         custody::set(Custody::Waiting);
-        let mut takeover = Takeover { peer, old, offered: disks, sockets };
+        let mut takeover = Takeover { peer, old, offered: disks, removed, sockets };
         takeover.prepare(|takeover| {
             check_unchanged(options, config)?;
             check_state_folder(state_folder.as_deref())?;
@@ -165,29 +167,12 @@ impl Takeover {
 
     fn take_all(&mut self, server: &Server, config: &Config) -> anyhow::Result<Remaining> {
         server.yard.prepare().context("preparing to take disks over")?;
-        let (mut wanted, mut others) = (Vec::new(), Vec::new());
-        for (at, args) in config.disks.iter().enumerate() {
-            let offered = self.offered.iter().position(|offered| offered.name == args.name());
-            match offered {
-                Some(place) => {
-                    self.offered.remove(place);
-                    // The file has it, although a call of the API may have added it.
-                    wanted.push((args.clone(), config.keys(at), false));
-                }
-                None => others.push((args.clone(), config.keys(at))),
-            }
-        }
-        for Offered { name, by_api, keys, .. } in std::mem::take(&mut self.offered) {
-            if !by_api {
-                tracing::warn!("disk \"{name}\" is in no configuration file any more: it ends");
-                continue;
-            }
-            let args: DiskArgs =
-                keys.clone().try_into().with_context(|| format!("disk \"{name}\""))?;
-            wanted.push((args, keys, true));
-        }
+        let (offered, removed) =
+            (std::mem::take(&mut self.offered), std::mem::take(&mut self.removed));
+        let Split { mut wanted, others, removed } = split(offered, config, removed)?;
+        removed.into_iter().for_each(|(disk, keys)| server.book.note_removed(&disk, keys));
         // Clients that wait for the end of the hand-over must not wait for other disks.
-        wanted.sort_by_key(|(args, ..)| exports::is_handed_last(args));
+        wanted.sort_by_key(|wanted| exports::is_handed_last(&wanted.args));
         let mut unopened = Vec::new();
         for disk in wanted {
             unopened.extend(self.take(server, disk)?);
@@ -210,7 +195,7 @@ impl Takeover {
         exec::end_unused();
         custody::set(Custody::Owner);
         // What no export has taken ends with the old server.
-        let names: Vec<_> = unopened.iter().map(|(args, ..)| args.name()).collect();
+        let names: Vec<_> = unopened.iter().map(|disk| disk.args.name()).collect();
         server.common.handed.clear(&names);
         server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         Ok(Remaining { added: others, unopened })
@@ -241,8 +226,7 @@ impl Takeover {
 
     /// Takes a disk over. Returns it if the old server has not opened it.
     fn take(&self, server: &Server, disk: Wanted) -> anyhow::Result<Option<Wanted>> {
-        let (args, keys, by_api) = disk;
-        let name = args.name();
+        let name = disk.args.name();
         let take = FromNew::Take { disk: name.clone(), programs: true, unopened: true };
         self.peer.send(&take).context(TALKING)?;
         let mut missing = None;
@@ -251,7 +235,7 @@ impl Takeover {
                 // Another server has died, or has given such a disk back.
                 let before = if unopened { Before::Died } else { Before::Drained };
                 for kind in exports {
-                    missing = missing.or(exports::missing(&args, &kind));
+                    missing = missing.or(exports::missing(&disk.args, &kind));
                     let parcel = self.peer.receive_parcel().context(TALKING)?;
                     if kind == KEPT {
                         let kept: HashMap<_, _> = serde_json::from_slice(&parcel.bytes)?;
@@ -274,11 +258,21 @@ impl Takeover {
             );
         }
         if !is_open {
-            return Ok(Some((args, keys, by_api)));
+            return Ok(Some(disk));
         }
+        let Wanted { args, keys, by_api, set, changed } = disk;
         server.add(args, keys, by_api)?;
-        self.peer.send(&FromNew::Took { disk: name }).context(TALKING)?;
+        server.book.note_set(&name, set);
+        report(server, &name, &changed);
+        self.peer.send(&FromNew::Took { disk: name, changed }).context(TALKING)?;
         Ok(None)
+    }
+}
+
+/// Publishes what the configuration file has changed of a disk.
+pub fn report(server: &Server, disk: &str, changed: &[KeyChange]) {
+    if !changed.is_empty() {
+        server.events.publish(What::DiskChanged { disk: disk.into(), keys: changed.to_vec() });
     }
 }
 
@@ -350,10 +344,16 @@ mod tests {
     fn a_new_server_goes_on_without_the_last_message_only_if_the_old_one_has_ended() {
         let pair = || {
             let (old, new) = UnixStream::pair().unwrap();
-            let (offered, sockets) = Default::default();
+            let (offered, removed, sockets) = Default::default();
             (
                 Peer::new(old, MESSAGE_TIME),
-                Takeover { peer: Peer::new(new, MESSAGE_TIME), old: None, offered, sockets },
+                Takeover {
+                    peer: Peer::new(new, MESSAGE_TIME),
+                    old: None,
+                    offered,
+                    removed,
+                    sockets,
+                },
             )
         };
         let late = ErrorKind::BrokenPipe.into();

@@ -273,13 +273,14 @@ impl<'a> HandOver<'a> {
                 FromNew::Take { disk, programs, unopened } => {
                     self.give(&disk, programs, unopened)?;
                 }
-                FromNew::Took { disk } => {
+                FromNew::Took { disk, changed } => {
                     let taken = self.away.iter_mut().find(|away| away.held.args().name() == disk);
                     let taken =
                         taken.context("it says that it has a disk which it was not given")?;
                     let pause = taken.since.elapsed();
                     tracing::info!(disk, "handed over after a pause of {pause:.1?}");
                     taken.pause = Some(pause);
+                    taken.changed = changed;
                 }
                 FromNew::Failed { what } => bail!("the new server failed: {what}"),
                 FromNew::Ready => break,
@@ -308,6 +309,7 @@ impl<'a> HandOver<'a> {
         let disks = self.away.iter().map(|away| HandedOver {
             name: away.held.args().name(),
             pause_us: away.pause.unwrap_or_default().as_micros() as u64,
+            changed: away.changed.clone(),
         });
         let nbd = self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         let (version, disconnected) = (self.version.clone(), nbd.disconnected());
@@ -365,6 +367,7 @@ impl<'a> HandOver<'a> {
             name: entry.args.name(),
             by_api: entry.by_api,
             keys: entry.keys,
+            set: entry.set,
         });
         let mut parcels = Vec::new();
         for (name, copy) in &*self.server.hand_overs.sockets() {
@@ -378,7 +381,8 @@ impl<'a> HandOver<'a> {
         let sockets = parcels.iter().map(|(name, _)| name.clone()).collect();
         let version = env!("CARGO_PKG_VERSION").into();
         let (disks, state_folder) = (disks.collect(), journals::in_use().map(Path::to_path_buf));
-        self.peer.send(&FromOld::Welcome { version, disks, sockets, state_folder })?;
+        let removed = self.server.book.removed();
+        self.peer.send(&FromOld::Welcome { version, disks, sockets, state_folder, removed })?;
         parcels.iter().try_for_each(|(_, parcel)| self.peer.send_parcel(parcel))?;
         Ok(())
     }

@@ -339,6 +339,15 @@ fn follow(case: &Case) -> impl Iterator<Item = String> {
     lines
 }
 
+/// Returns the data of the first event of this name that a server has.
+pub fn first_event(mut stream: UnixStream, name: &str) -> String {
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    stream.write_all(b"GET /v1/events?since=0 HTTP/1.0\r\n\r\n").unwrap();
+    let mut lines = BufReader::new(stream).lines().map(Result::unwrap);
+    assert!(lines.any(|line| line == format!("event: {name}")), "no {name}");
+    lines.next().unwrap()
+}
+
 #[test]
 fn ctl_upgrade_replaces_the_server_and_prints_the_pause() {
     let case = Case::new();

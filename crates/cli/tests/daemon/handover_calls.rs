@@ -216,3 +216,71 @@ fn a_disk_with_another_name_waits_until_the_old_server_has_ended_its_own() {
     guest.leave();
     end_server(upgraded["pid"].as_u64().unwrap() as i32);
 }
+
+/// An upgrade is no restart: what calls have set, added and removed goes on. A value that an
+/// operator has changed in the file meanwhile takes effect, and the answer says so.
+#[test]
+fn an_upgrade_keeps_what_calls_have_changed_and_tells_what_the_file_changes() {
+    let case = Case::new();
+    let keys = |name: &str| {
+        let [image, socket] = ["img", "s"].map(|end| case.folder.join(format!("{name}.{end}")));
+        if !image.exists() {
+            case.folder.image(&format!("{name}.img"), 1 << 20);
+        }
+        format!("name={name} image={} vhost-user={}", image.display(), socket.display())
+    };
+    let file = |name: &str, more: &str| {
+        let keys: Vec<_> = keys(name).split(' ').map(|key| key.replace('=', "=\"")).collect();
+        format!("[[disk]]\n{}\"\n{more}", keys.join("\"\n"))
+    };
+    let config = case.folder.join("config.toml");
+    let write = |weight: u32| {
+        let text = file("a", &format!("weight = {weight}\niops = 70\n")) + &file("b", "");
+        std::fs::write(&config, text).unwrap();
+    };
+    write(200);
+    let mut daemon = Daemon::start(&mut case.configured(&config));
+    daemon.wait_ready();
+    let set = "set a weight=300 iops= latency-target=5ms cache=writeback";
+    let add = format!("add {}", keys("c"));
+    for call in [set, &add, "remove b", "set c bps=9"] {
+        ctl(&case, &call.split(' ').collect::<Vec<_>>()).good();
+    }
+    let mut guest = Guest::connect(&case.folder.join("a.s"));
+    let upgrade = || {
+        let text = ctl(&case, &["upgrade", "--json"]).good();
+        serde_json::from_str::<serde_json::Value>(&text).unwrap()
+    };
+    let settings = |disk: &str| {
+        let text = ctl(&case, &["show", disk, "--json"]).good();
+        let mut shown: serde_json::Value = serde_json::from_str(&text).unwrap();
+        shown["settings"].take()
+    };
+    let before = ["a", "c"].map(settings);
+    let first = upgrade();
+    until("the first server has ended", SOON, || !is_running(daemon.pid() as i32));
+    assert_eq!(names(&case), ["a", "c"]);
+    assert_eq!(["a", "c"].map(settings), before);
+    assert_eq!((&before[0]["weight"], &before[0]["iops"]), (&300.into(), &serde_json::Value::Null));
+    // The second one knows it too. An operator changes a value in the file.
+    write(400);
+    let second = upgrade();
+    let gone = first["pid"].as_u64().unwrap() as i32;
+    until("the second server has ended", SOON, || !is_running(gone));
+    let changed = serde_json::json!([{ "key": "weight", "old": "300", "new": "400" }]);
+    assert_eq!(second["disks"][0]["changed"], changed);
+    assert_eq!(first["disks"][0]["changed"], serde_json::json!([]));
+    let now = settings("a");
+    assert_eq!((&now["weight"], &now["latency_target_us"]), (&400.into(), &5000.into()));
+    assert_eq!((&now["cache"], settings("c")), (&before[0]["cache"], before[1].clone()));
+    let stream = std::os::unix::net::UnixStream::connect(&case.api).unwrap();
+    let event = crate::handover::first_event(stream, "disk-changed");
+    assert!(event.contains(r#""old":"300","new":"400""#), "{event}");
+    assert_eq!(guest.write(8, &[7; 4096]), status::OK);
+    guest.leave();
+    // A reload has the file's values.
+    ctl(&case, &["reload"]).good();
+    assert_eq!(names(&case).len(), 3);
+    assert_eq!(settings("a")["iops"]["rate"], 70);
+    end_server(second["pid"].as_u64().unwrap() as i32);
+}
