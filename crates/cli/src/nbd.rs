@@ -15,6 +15,7 @@ use blockyard_export::{Listener, Reactors};
 use blockyard_nbd::ServerTls;
 use blockyard_ring::parcel::Parcel;
 
+use crate::exports::bound::{Address, Bound};
 use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
@@ -176,6 +177,7 @@ impl Servers {
         address: &NbdAddress,
         disk: &Arc<Disk>,
         args: &DiskArgs,
+        bound: &Bound,
     ) -> anyhow::Result<Offer> {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
@@ -189,7 +191,7 @@ impl Servers {
         let (settings, reactors) = (self.settings.clients.clone(), self.reactors.clone());
         let listener = match self.handed.remove(&whole.to_string()) {
             Some(parcel) => Listener::from_parcel(parcel)?,
-            None => listen(address)?,
+            None => listen(address, bound)?,
         };
         let server = Server::start(listener, &address.to_string(), settings, reactors);
         let server = server.with_context(|| format!("listening on {address}"))?;
@@ -203,7 +205,15 @@ impl Servers {
     }
 }
 
-fn listen(address: &NbdAddress) -> anyhow::Result<Listener> {
+fn listen(address: &NbdAddress, bound: &Bound) -> anyhow::Result<Listener> {
+    let found = match address {
+        NbdAddress::Unix(path) => bound.take(&Address::unix(path.clone())),
+        NbdAddress::Tcp { host, port } => bound.take(&Address::Tcp(host.clone(), *port)),
+        NbdAddress::Inherited(_) => None,
+    };
+    if let Some(listener) = found {
+        return Ok(listener);
+    }
     Ok(match address {
         NbdAddress::Unix(path) => Listener::bind(path)?,
         NbdAddress::Tcp { host, port } => Listener::bind_tcp(host, *port)?,

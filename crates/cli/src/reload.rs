@@ -22,6 +22,7 @@ use crate::changes::{change, changes, describe, inner};
 use crate::claims::Claims;
 use crate::config::{Config, files};
 use crate::disks::check;
+use crate::exports::bound::{self, Address, Bound};
 use crate::identities::Images;
 use crate::options::disk::DiskArgs;
 use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
@@ -48,6 +49,15 @@ const AT_START: [&str; 12] = [
 /// sizes of images.
 const PATIENCE: Duration = Duration::from_secs(10);
 const PAUSE: Duration = Duration::from_millis(5);
+
+/// Closes the sockets that no disk has taken at the end of a reload.
+struct Unused<'a>(&'a Bound);
+
+impl Drop for Unused<'_> {
+    fn drop(&mut self) {
+        self.0.clear();
+    }
+}
 
 /// A disk that was closed to be opened again.
 struct Closed {
@@ -124,7 +134,10 @@ impl Server {
         let plan = self.plan(&config, &before);
         let mut failed = conflicts(&config, &plan, &before, &images);
         let plan = without(plan, failed.clone());
-        failed.extend(self.obstacles(&config, &plan));
+        // What can fail comes before a client is disconnected.
+        let present = bound::addresses(before.iter().map(|entry| &entry.args));
+        let _bound = Unused(&self.common.bound);
+        failed.extend(self.obstacles(&config, &plan, &present, dry_run));
         let mut plan = without(plan, failed.clone());
         if dry_run {
             return Ok(Reload { dry_run, ..plan });
@@ -242,15 +255,37 @@ impl Server {
     }
 
     /// Returns the disks that must stay open, although their changes need that they are opened
-    /// again.
-    fn obstacles(&self, config: &Config, plan: &Reload) -> Vec<FailedDisk> {
+    /// again. Binds the new sockets of the others. `dry_run`: binds nothing. Then it also returns
+    /// the new disks that cannot be opened. `present`: addresses on which the server listens.
+    fn obstacles(
+        &self,
+        config: &Config,
+        plan: &Reload,
+        present: &HashSet<Address>,
+        dry_run: bool,
+    ) -> Vec<FailedDisk> {
         let again = plan.changed.iter().filter(|change| change.disconnects);
         let again: HashSet<_> = again.map(|change| &change.disk).collect();
-        let disks = config.disks.iter().map(|args| (args, args.name()));
-        let disks = disks.filter(|(_, name)| again.contains(name));
-        let failed = disks.filter_map(|(args, disk)| {
-            let why = reopening::obstacle(&self.yard.info(&disk)?, args)?;
-            let error = format!("the disk stays as it is: {why}");
+        let new: HashSet<_> = plan.added.iter().filter(|_| dry_run).collect();
+        let failed = config.disks.iter().filter_map(|args| {
+            let disk = args.name();
+            if new.contains(&disk) {
+                let error = reopening::unopenable(args);
+                let error = error.or_else(|| bound::probe(args, present).err())?;
+                return Some(FailedDisk { disk, error: format!("{error:#}") });
+            }
+            if !again.contains(&disk) {
+                return None;
+            }
+            let why = reopening::obstacle(&self.yard.info(&disk)?, args);
+            let why = why.or_else(|| {
+                let bound = match dry_run {
+                    true => bound::probe(args, present),
+                    false => self.common.bound.bind(args, present),
+                };
+                bound.err().map(|e| format!("{e:#}"))
+            });
+            let error = format!("the disk stays as it is: {}", why?);
             Some(FailedDisk { disk, error })
         });
         failed.collect()

@@ -67,6 +67,11 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
         let what = "a server in a sandbox cannot start its program again: restart the server";
         return Some(what.into());
     }
+    unopenable(again).map(|e| format!("{e:#}"))
+}
+
+/// Returns why a disk cannot be opened, apart from its sockets.
+pub fn unopenable(again: &DiskArgs) -> Option<anyhow::Error> {
     let failed = exports::listens(again).iter().find_map(|listens| match listens {
         Listens::Inherited { name, .. } => inherited::check(name).err(),
         Listens::Alone(_) | Listens::Shared(_) => None,
@@ -75,12 +80,11 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
         Ok(checked) => checked.err(),
         Err(e) => Some(e.into()),
     });
-    let failed = failed.or_else(|| {
+    failed.or_else(|| {
         let disk = again.clone();
         let opened = looks::look(&again.image, looks::LIMIT, move || try_open(&disk));
         opened.map_err(|e| anyhow::anyhow!("image {e}")).flatten().err()
-    });
-    failed.map(|e| format!("{e:#}"))
+    })
 }
 
 #[cfg(test)]

@@ -112,7 +112,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let reactors = reactors.map_err(explain_io_uring)?;
     let reactors = Arc::new(reactors);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
-    let common = Common { nbd, attached: options.attached, handed: Arc::default() };
+    let common = Common::new(nbd, options.attached);
     let events = Events::start(config.api(&options.api).api.is_some())?;
     let yard = Yard::start_observed(reactors.clone(), shares, events.observer())?;
     let server = Arc::new_cyclic(|itself| Server {

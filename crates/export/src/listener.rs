@@ -5,7 +5,7 @@
 //! the socket file that it has created.
 
 use std::io;
-use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -16,8 +16,9 @@ use blockyard_ring::inherited::Claim;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::rights;
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::fs::{Access, AtFlags, CWD};
 use rustix::io::Errno;
-use rustix::net::SocketFlags;
+use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
 
 use crate::custody;
@@ -154,26 +155,47 @@ impl Listener {
     /// was killed, replaces the file.
     pub fn bind(path: &Path) -> Result<Self, SocketError> {
         let owned = || path.to_path_buf();
-        Listener::check(path)?;
-        if std::fs::symlink_metadata(path).is_ok() {
-            match UnixStream::connect(path) {
-                Ok(_) => return Err(SocketError::Taken { path: owned() }),
-                Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => {
-                    drop(std::fs::remove_file(path))
-                }
-                Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-                // Without permission to connect, this process cannot know whether a server listens.
-                Err(source) => return Err(SocketError::Listen { path: owned(), source }),
-            }
+        if is_stale(path)? {
+            drop(std::fs::remove_file(path));
         }
-        let listener = UnixListener::bind(path).map_err(|source| match path.parent() {
-            Some(folder) if source.kind() == io::ErrorKind::NotFound && !folder.exists() => {
-                SocketError::NoFolder { path: owned(), folder: folder.into() }
-            }
+        let listener = UnixListener::bind(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => no_folder(path, source),
             _ => SocketError::Listen { path: owned(), source },
         })?;
         let made = identity(path).map(|file| (owned(), file));
         Ok(Self::of(vec![listener.into()], made, None))
+    }
+
+    /// Returns an error if a server cannot listen at `path` now. Changes nothing.
+    pub fn probe(path: &Path) -> Result<(), SocketError> {
+        is_stale(path)?;
+        let access = Access::WRITE_OK | Access::EXEC_OK;
+        match rustix::fs::accessat(CWD, folder_of(path), access, AtFlags::EACCESS) {
+            Err(Errno::NOENT) => Err(no_folder(path, Errno::NOENT.into())),
+            Err(e) => Err(SocketError::Listen { path: path.into(), source: e.into() }),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// Returns an error if a server cannot listen on TCP there now. No client can connect
+    /// meanwhile.
+    pub fn probe_tcp(host: &str, port: u16) -> Result<(), SocketError> {
+        let wrong = |source| SocketError::Address { address: format!("{host}:{port}"), source };
+        let addresses: Vec<SocketAddr> = match host {
+            "" | "*" => {
+                let any: [IpAddr; 2] = [Ipv6Addr::UNSPECIFIED.into(), Ipv4Addr::UNSPECIFIED.into()];
+                any.map(|ip| SocketAddr::new(ip, port)).into()
+            }
+            host => (host, port).to_socket_addrs().map_err(wrong)?.collect(),
+        };
+        let mut failed = io::Error::new(io::ErrorKind::NotFound, "the name has no address");
+        for address in addresses {
+            match bind_only(address) {
+                Ok(()) => return Ok(()),
+                Err(e) => failed = e.into(),
+            }
+        }
+        Err(wrong(failed))
     }
 
     /// Listens on TCP, on every address of the host name `host`. An empty name or `*` means all
@@ -290,6 +312,44 @@ impl Drop for Listener {
             let _ = std::fs::remove_file(path);
         }
     }
+}
+
+/// Returns whether a dead server has left a socket at `path`. Returns an error if a server listens
+/// there, or no socket can be there.
+fn is_stale(path: &Path) -> Result<bool, SocketError> {
+    Listener::check(path)?;
+    if std::fs::symlink_metadata(path).is_err() {
+        return Ok(false);
+    }
+    match UnixStream::connect(path) {
+        Ok(_) => Err(SocketError::Taken { path: path.into() }),
+        Err(e) if e.kind() == io::ErrorKind::ConnectionRefused => Ok(true),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(false),
+        // Without permission to connect, this process cannot know whether a server listens.
+        Err(source) => Err(SocketError::Listen { path: path.into(), source }),
+    }
+}
+
+fn folder_of(path: &Path) -> &Path {
+    path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+/// Returns the error of a socket that cannot be created because something is missing.
+fn no_folder(path: &Path, source: io::Error) -> SocketError {
+    let (folder, path) = (folder_of(path), path.to_path_buf());
+    match folder.exists() {
+        true => SocketError::Listen { path, source },
+        false => SocketError::NoFolder { path, folder: folder.into() },
+    }
+}
+
+/// Binds a TCP socket, and closes it. Fails if another socket listens there.
+fn bind_only(address: SocketAddr) -> Result<(), Errno> {
+    let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
+    let socket = rustix::net::socket_with(family, SocketType::STREAM, SocketFlags::CLOEXEC, None)?;
+    // As for a socket that listens: connections of an earlier one do no harm.
+    rustix::net::sockopt::set_socket_reuseaddr(&socket, true)?;
+    rustix::net::bind(&socket, &address)
 }
 
 /// Returns device and inode numbers of the file at `path`.

@@ -4,6 +4,7 @@
 //! the kind: what messages call it, what it listens on, what only one disk can have, which devices
 //! it needs, and how it starts. A new kind needs such a file, and an entry in [`ALL`].
 
+pub mod bound;
 mod handed;
 mod nbd;
 mod ublk;
@@ -24,6 +25,7 @@ use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::values::ReactorList;
 
+use bound::Bound;
 pub use handed::HandedExports;
 pub use ublk::ublk_options;
 
@@ -39,6 +41,14 @@ pub struct Common {
     pub attached: bool,
     /// Exports of another server that this one continues.
     pub handed: Arc<HandedExports>,
+    /// Sockets for the exports that a reload starts again.
+    pub bound: Arc<Bound>,
+}
+
+impl Common {
+    pub fn new(nbd: Arc<Mutex<Servers>>, attached: bool) -> Self {
+        Common { nbd, attached, handed: Arc::default(), bound: Arc::default() }
+    }
 }
 
 /// A kind of export.
@@ -58,6 +68,11 @@ trait Kind: Sync {
 
     /// Returns the Unix socket on which the export listens.
     fn listens(&self, _args: &DiskArgs) -> Option<Listens> {
+        None
+    }
+
+    /// Returns the host and the port of TCP on which the export listens.
+    fn tcp(&self, _args: &DiskArgs) -> Option<(String, u16)> {
         None
     }
 
@@ -172,6 +187,11 @@ pub fn have_rings(args: &DiskArgs) -> bool {
 /// Returns the Unix sockets of a disk.
 pub fn listens(args: &DiskArgs) -> Vec<Listens> {
     requested(args).filter_map(|kind| kind.listens(args)).collect()
+}
+
+/// Returns the host and the port of TCP on which a disk listens.
+fn tcp(args: &DiskArgs) -> Option<(String, u16)> {
+    requested(args).find_map(|kind| kind.tcp(args))
 }
 
 /// Returns the paths of the Unix sockets that a disk's exports create.

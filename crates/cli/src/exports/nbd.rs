@@ -38,6 +38,13 @@ impl super::Kind for Kind {
         }
     }
 
+    fn tcp(&self, args: &DiskArgs) -> Option<(String, u16)> {
+        match args.nbd.as_ref()? {
+            NbdAddress::Tcp { host, port } if *port != 0 => Some((host.clone(), *port)),
+            _ => None,
+        }
+    }
+
     fn claim(&self, args: &DiskArgs) -> Option<Claim> {
         let address = args.nbd.as_ref()?;
         let name = args.nbd_name.clone().unwrap_or_else(|| args.name());
@@ -56,9 +63,10 @@ impl super::Kind for Kind {
     fn way(&self, args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         let address = args.nbd.clone()?;
         let (own, servers, handed) = (args.clone(), common.nbd.clone(), common.handed.clone());
+        let bound = common.bound.clone();
         at(address.to_string(), args, move |disk, _| {
             let mut servers = servers.lock().unwrap_or_else(PoisonError::into_inner);
-            let offer = servers.offer(&address, disk, &own).map_err(WayError::caller)?;
+            let offer = servers.offer(&address, disk, &own, &bound).map_err(WayError::caller)?;
             if let Some((parcel, _)) = handed.take(disk.name(), nbd::KIND) {
                 offer.resume(parcel)?;
             }

@@ -8,6 +8,7 @@ use blockyard_export::{Listener, keeper};
 use blockyard_ring::parcel::Parcel;
 use blockyard_yard::{Way, WayError};
 
+use super::bound::Address;
 use super::{Common, Listens, at, shape};
 use crate::inherited;
 use crate::options::disk::DiskArgs;
@@ -67,6 +68,7 @@ impl super::Kind for Kind {
             second_client: args.second_client,
         };
         let (shape, handed) = (shape(args), common.handed.clone());
+        let bound = common.bound.clone();
         at(socket.clone(), args, move |disk, reactors| {
             if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
                 let handed = HandedSocket::unpack(parcel, before)?;
@@ -82,7 +84,10 @@ impl super::Kind for Kind {
                 Some(text) => {
                     Listener::inherited(inherited::socket(text).map_err(WayError::caller)?)
                 }
-                None => Listener::bind(socket.as_ref())?,
+                None => match bound.take(&Address::unix(PathBuf::from(&socket))) {
+                    Some(listener) => listener,
+                    None => Listener::bind(socket.as_ref())?,
+                },
             };
             let reactors = reactors.clone();
             Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors)?))

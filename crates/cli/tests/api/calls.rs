@@ -447,3 +447,38 @@ fn disks_that_could_not_be_opened_are_listed_until_a_reload_opens_them() {
     let failures = events.lines().filter(|line| *line == "event: disk-failed").count();
     assert_eq!(failures, 2, "{events}");
 }
+
+/// A dry run finds what the reload would find, and makes no file.
+#[test]
+fn a_dry_run_finds_what_disks_lack() {
+    let server = Server::configured(&disks(&[("a", "")]));
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = tcp.local_addr().unwrap().port();
+    let all = [("a", "queues = 2"), ("b", ""), ("c", ""), ("d", ""), ("e", "")];
+    let text = disks(&all)
+        .replacen("null:1M", "/none/such", 2)
+        .replacen("/none/such", "null:1M", 1)
+        .replace("FOLDER/c", "FOLDER/none/c")
+        .replace("FOLDER/a", "FOLDER/none/a");
+    let nbd = format!("FOLDER/d\"\nnbd = \"tcp:127.0.0.1:{port}\"\n");
+    server.configure(&text.replace("FOLDER/d\"\n", &nbd));
+    let done = server.good("POST", "/v1/reload?dry-run=true", Value::Null);
+    assert_eq!((&done["added"], &done["changed"]), (&json!(["e"]), &json!([])), "{done}");
+    let failed = done["failed"].as_array().unwrap().iter();
+    let failed: Vec<_> = failed.map(|f| (f["disk"].as_str(), f["error"].as_str())).collect();
+    let expected = [
+        ("a", "the disk stays as it is: socket"),
+        ("b", "there is no such file"),
+        ("c", "does not exist: create it first"),
+        ("d", "Address already in use"),
+    ];
+    for ((disk, error), (name, part)) in failed.iter().zip(expected) {
+        assert!(*disk == Some(name) && error.unwrap().contains(part), "{name}: {failed:?}");
+    }
+    assert_eq!(failed.len(), 4);
+    assert!(!server.folder.join("e").exists() && !server.folder.join("b").exists());
+    // The reload does not close the disk a either.
+    assert_eq!(server.good("POST", "/v1/reload", Value::Null)["added"], json!(["e"]));
+    assert_eq!(server.names(), ["a", "e"]);
+    assert_eq!(server.good("GET", "/v1/disks/a", Value::Null)["settings"]["queues"], 1);
+}

@@ -315,3 +315,34 @@ fn a_front_end_that_does_not_acknowledge_blocks_nothing() {
     assert_eq!(guest.session.link.connection.config().unwrap().capacity_sectors, 4096);
     daemon.stop();
 }
+
+/// A wrong address is found before the disk is closed, and a right one is bound before that.
+#[test]
+fn a_disk_whose_new_address_fails_keeps_its_guest() {
+    let yard = Yard::start(&[("a", ""), ("b", "")]);
+    let mut a = yard.guest("a");
+    assert_eq!(a.write(0, &pattern(1, 4096)), status::OK);
+    let used = yard.folder.join("used");
+    let _server = std::os::unix::net::UnixListener::bind(&used).unwrap();
+    let tcp = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = tcp.local_addr().unwrap().port();
+    let nowhere = yard.folder.join("nowhere/s").display().to_string();
+    let with_nbd = |address: &str| format!("nbd = \"{address}\"");
+    for (more, why) in [
+        (with_nbd(&format!("unix:{nowhere}")), "does not exist: create it first"),
+        (with_nbd(&format!("unix:{}", used.display())), "another server listens on it"),
+        (with_nbd(&format!("tcp:127.0.0.1:{port}")), "cannot listen on it: Address already in use"),
+    ] {
+        let log = yard.reload(&[("a", &more), ("b", "")], why);
+        assert!(log.contains("the disk stays as it is") && log.contains("failed 1"), "{log}");
+        assert_eq!(a.read(0, 4096).unwrap(), pattern(1, 4096), "its guest stays");
+    }
+    let free = yard.folder.join("free");
+    let log =
+        yard.reload(&[("a", &with_nbd(&format!("unix:{}", free.display()))), ("b", "")], "on");
+    assert!(log.contains("changed 1") && log.contains("failed 0"), "{log}");
+    until_disconnected(a.session.link.connection.socket());
+    assert!(free.exists());
+    yard.daemon.stop();
+    assert!(!free.exists());
+}
