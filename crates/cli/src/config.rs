@@ -6,7 +6,7 @@ use std::fmt;
 use std::net::SocketAddr;
 use std::path::{Path, PathBuf};
 
-use blockyard_ring::small_file::SmallFileError;
+use blockyard_ring::small_file::{self, SmallFileError};
 use blockyard_sched::Knobs;
 use serde::Deserialize;
 
@@ -78,6 +78,9 @@ pub struct Config {
     /// The configuration is a folder without a main file.
     #[serde(skip)]
     pub lacks_main: bool,
+    /// Names that a file removes although no earlier one has such a disk.
+    #[serde(skip)]
+    pub unknown: Vec<Unknown>,
     /// Where the files have the disks, in their order. Empty if no file configures them.
     #[serde(skip)]
     pub places: Vec<Place>,
@@ -94,6 +97,47 @@ impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "configuration {}", self.path.display())?;
         self.line.map_or(Ok(()), |line| write!(f, ": line {line}"))
+    }
+}
+
+impl Place {
+    /// Returns the place of a key of the main file, before its tables.
+    pub fn of_main(path: &Path, key: &str) -> Self {
+        let top = Place { path: files::main(path), line: Some(0) }.of_key(key);
+        Place { line: top.line.filter(|line| *line > 0), ..top }
+    }
+
+    /// Returns the place of a key of this table. Reads the file again, for a message.
+    pub fn of_key(&self, key: &str) -> Self {
+        let Some(header) = self.line else { return self.clone() };
+        let text = small_file::read_text(&self.path).unwrap_or_default();
+        let lines = text.lines().map(str::trim_start).zip(1..).skip(header);
+        let mut own = lines.take_while(|(line, _)| !line.starts_with('['));
+        let is_key = |line: &str| {
+            line.strip_prefix(key).is_some_and(|rest| rest.trim_start().starts_with('='))
+        };
+        let found = own.find(|(line, _)| is_key(line));
+        Place { path: self.path.clone(), line: found.map(|(_, line)| line).or(self.line) }
+    }
+}
+
+/// A name in a list `remove` that no earlier file defines.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Unknown {
+    pub place: Place,
+    pub name: String,
+    /// The disk that may be meant.
+    pub nearest: Option<String>,
+}
+
+impl fmt::Display for Unknown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Unknown { place, name, nearest } = self;
+        write!(f, "{place}: remove: no earlier file has a disk \"{name}\"")?;
+        match nearest {
+            Some(nearest) => write!(f, ": did you mean \"{nearest}\"?"),
+            None => write!(f, ": correct the name, or leave it out"),
+        }
     }
 }
 
@@ -244,15 +288,20 @@ impl Config {
         check: impl Fn(&DiskArgs) -> anyhow::Result<()>,
     ) -> anyhow::Result<()> {
         let mut disks = self.disks.iter().enumerate();
-        disks.try_for_each(|(at, disk)| check(disk).map_err(|error| self.locate(at, error)))
+        disks.try_for_each(|(at, disk)| check(disk).map_err(|error| self.locate(at, None, error)))
     }
 
-    /// Adds the file and the line of the disk at this index to an error about the disk.
-    fn locate(&self, disk: usize, error: anyhow::Error) -> anyhow::Error {
+    /// Adds the file and the line of the disk at this index, or of a key of it, to an error.
+    pub fn locate(&self, disk: usize, key: Option<&str>, error: anyhow::Error) -> anyhow::Error {
         match self.places.get(disk) {
-            Some(place) => error.context(place.to_string()),
+            Some(place) => error.context(key.map_or(place.clone(), |key| place.of_key(key))),
             None => error,
         }
+    }
+
+    /// Logs what is probably a mistake, and no reason to serve nothing.
+    pub fn warn(&self) {
+        self.unknown.iter().for_each(|unknown| tracing::warn!("{unknown}"));
     }
 
     /// Returns the keys of the disk at this index of [`Config::disks`]. It has none if no file

@@ -142,6 +142,7 @@ impl Server {
         if dry_run {
             return Ok(Reload { dry_run, ..plan });
         }
+        config.warn();
         failed.iter().for_each(|FailedDisk { disk, error }| tracing::error!(disk, "{error}"));
         self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).set(settings);
         log_others(&plan);

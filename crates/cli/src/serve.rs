@@ -228,6 +228,7 @@ impl Server {
         caught: &mut Caught,
         mut takeover: Option<Takeover>,
     ) -> Result<(), Failure> {
+        config.warn();
         let sockets = match &mut takeover {
             None => {
                 let left = holder::take_all(&self.common.handed)?;

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
-use super::{Config, ConfigError, Place, mistake};
+use super::{Config, ConfigError, Place, Unknown, mistake};
 use crate::options::disk::DiskArgs;
 use crate::options::knobs::GroupArgs;
 
@@ -85,6 +85,7 @@ pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, Confi
             Config { file, places, ..parsed }
         }
     };
+    let mut known: HashSet<_> = all.disks.iter().map(DiskArgs::name).collect();
     for (path, given) in parts(&root(config).join(FOLDER), instead)? {
         let text = match given {
             Some(text) => text.to_string(),
@@ -95,6 +96,11 @@ pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, Confi
             let place = Place { path: path.clone(), line: None };
             ConfigError::Value { place, what }
         })?;
+        // A file of the API stays when an operator takes its disk out of another file.
+        if !is_of_api(&path) {
+            all.unknown.extend(unknown(&path, &text, &part.remove, &known));
+        }
+        known.extend(part.disks.iter().map(DiskArgs::name));
         let places = places(&path, &lines, part.disks.len());
         merge(&mut all, part, file, places);
     }
@@ -140,12 +146,30 @@ fn is_part(path: &Path) -> bool {
     path.extension().is_some_and(|extension| extension == "toml") && !is_hidden
 }
 
+/// Returns whether the API writes a file.
+fn is_of_api(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default();
+    name.as_encoded_bytes().starts_with(OF_API.as_bytes())
+}
+
+/// Returns the names of the list `remove` that no earlier file has, each with its line.
+fn unknown(path: &Path, text: &str, removed: &[String], known: &HashSet<String>) -> Vec<Unknown> {
+    let lines = || text.lines().zip(1..).skip_while(|(l, _)| !l.trim_start().starts_with("remove"));
+    let unknown = removed.iter().filter(|name| !known.contains(*name)).map(|name| {
+        let has_name = |(line, _): &(&str, usize)| line.contains(&**name);
+        let line = lines().find(has_name).or_else(|| lines().next()).map(|(_, number)| number);
+        let place = Place { path: path.to_path_buf(), line };
+        let nearest = mistake::nearest(name, known.iter().map(String::as_str)).map(String::from);
+        Unknown { place, name: name.clone(), nearest }
+    });
+    unknown.collect()
+}
+
 /// Returns an error if a file that the API writes names a program that no file of the operator
 /// names for the same disk. Otherwise a call could start any program as the server's user.
 /// `earlier`: the disks of the files before this one.
 fn check_programs(path: &Path, earlier: &[DiskArgs], part: &Part) -> Result<(), String> {
-    let name = path.file_name().unwrap_or_default();
-    if !name.as_encoded_bytes().starts_with(OF_API.as_bytes()) {
+    if !is_of_api(path) {
         return Ok(());
     }
     let is_known = |disk: &DiskArgs| {
@@ -268,6 +292,9 @@ mod tests {
         let config = Config::read(&main, false).unwrap();
         let names: Vec<_> = config.disks.iter().map(DiskArgs::name).collect();
         assert_eq!(names, ["c", "a"]);
+        let wrong = config.unknown.iter().map(ToString::to_string).collect::<Vec<_>>();
+        let expected = "30.toml: line 1: remove: no earlier file has a disk \"unknown\"";
+        assert!(wrong.len() == 1 && wrong[0].contains(expected), "{wrong:?}");
         let place = |at: usize| config.places[at].to_string();
         assert!(place(0).ends_with("main.toml: line 9"), "{}", place(0));
         assert!(place(1).ends_with("20.toml: line 1"), "{}", place(1));

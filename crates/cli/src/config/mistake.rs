@@ -58,14 +58,16 @@ fn unknown_key(unknown: &str, table: &str) -> String {
     let mut quoted = unknown.split('`').step_by(2);
     let key = quoted.next().unwrap_or_default();
     let known = unknown.split('`').skip(2).step_by(2);
-    let nearest = known.map(|known| (distance(key, known), known)).min();
-    match nearest {
-        // Suggest a key if at most a third of the letters are wrong.
-        Some((wrong, known)) if wrong * 3 <= key.chars().count().max(3) => {
-            format!("unknown key `{key}`: did you mean `{known}`?")
-        }
-        _ => format!("unknown key `{key}`{table} (docs/configuration.md has the keys)"),
+    match nearest(key, known) {
+        Some(known) => format!("unknown key `{key}`: did you mean `{known}`?"),
+        None => format!("unknown key `{key}`{table} (docs/configuration.md has the keys)"),
     }
+}
+
+/// Returns the known word that is most like `word`, if at most a third of its letters are wrong.
+pub fn nearest<'a>(word: &str, known: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+    let (wrong, nearest) = known.map(|known| (distance(word, known), known)).min()?;
+    (wrong * 3 <= word.chars().count().max(3)).then_some(nearest)
 }
 
 /// Returns the table that contains a line, such as ` in [[disk]]`. None: the line is before all.

@@ -163,10 +163,13 @@ pub fn options() -> String {
 
 /// Returns the keys of the configuration that request an export, for messages.
 pub fn keys() -> String {
-    list(ALL.map(|kind| {
-        let option = kind.option().trim_start_matches('-');
-        option.split(' ').next().unwrap_or(option).to_string()
-    }))
+    list(ALL.map(|kind| key(kind).to_string()))
+}
+
+/// Returns the key of the configuration that requests an export.
+fn key(kind: &dyn Kind) -> &'static str {
+    let option = kind.option().trim_start_matches('-');
+    option.split(' ').next().unwrap_or(option)
 }
 
 fn list(words: [String; ALL.len()]) -> String {
@@ -194,13 +197,18 @@ fn tcp(args: &DiskArgs) -> Option<(String, u16)> {
     requested(args).find_map(|kind| kind.tcp(args))
 }
 
-/// Returns the paths of the Unix sockets that a disk's exports create.
-pub fn sockets(args: &DiskArgs) -> Vec<PathBuf> {
-    let path = |listens| match listens {
-        Listens::Alone(path) | Listens::Shared(path) => Some(path),
+/// Returns the paths of the Unix sockets that a disk's exports create, each with its key.
+pub fn sockets_by_key(args: &DiskArgs) -> Vec<(&'static str, PathBuf)> {
+    let socket = |kind: &'static dyn Kind| match kind.listens(args)? {
+        Listens::Alone(path) | Listens::Shared(path) => Some((key(kind), path)),
         Listens::Inherited { .. } => None,
     };
-    listens(args).into_iter().filter_map(path).collect()
+    requested(args).filter_map(socket).collect()
+}
+
+/// Returns the paths of the Unix sockets that a disk's exports create.
+pub fn sockets(args: &DiskArgs) -> Vec<PathBuf> {
+    sockets_by_key(args).into_iter().map(|(_, path)| path).collect()
 }
 
 /// Returns what only one disk of a server can have, each with the option that requests it.

@@ -368,8 +368,9 @@ fn a_configuration_with_pipes_and_folders_is_refused_at_once() {
 fn check_config_opens_the_images() {
     let folder = Folder::new();
     let (file, image, socket) = (folder.join("disks.toml"), folder.join("disk"), folder.join("s"));
+    let disk = DISK.replace("/nonexistent/s", text(&folder.join("t")));
     let content = format!(
-        "{DISK}[[disk]]\nimage = \"{}\"\nvhost-user = \"{}\"\n",
+        "{disk}[[disk]]\nimage = \"{}\"\nvhost-user = \"{}\"\n",
         image.display(),
         socket.display()
     );
@@ -405,9 +406,12 @@ fn check_config_finds_what_the_host_lacks() {
             &["allow-folders: /none/such: there is no"],
         ),
         (format!("{api}socket-group = \"none-such\"\n{disk}"), &["no group \"none-such\""]),
-        (format!("{disk}on-reactors = \"0,3\"\n"), &["line 1", "there is no reactor 3", "has 1"]),
-        (disk.replace("ram:1M", "ram:"), &["line 1", "ram:: a size is a number"]),
-        (socket(text(&plain)), &["line 1", text(&plain), "a file that is no socket"]),
+        (format!("{disk}on-reactors = \"0,3\"\n"), &["line 4", "there is no reactor 3", "has 1"]),
+        (disk.replace("ram:1M", "ram:"), &["line 2", "ram:: a size is a number"]),
+        (
+            socket(text(&plain)),
+            &["line 3", "vhost-user: ", text(&plain), "a file that is no socket"],
+        ),
         (format!("api = \"\"\n{disk}"), &["line 1: api: the path of the API's socket is empty"]),
         (format!("api = \"a\\nb\"\n{disk}"), &["line 1: api: \"a\\nb\"", "no control characters"]),
         (socket("a\\nb"), &["line 1", "its vhost-user socket has a control character"]),
@@ -418,9 +422,21 @@ fn check_config_finds_what_the_host_lacks() {
             disk.replace("ram:1M", "/a\\nb"),
             &["line 1", "image \"/a\\nb\"", "of an image has no control characters"],
         ),
-        (socket(&"x".repeat(108)), &["line 1", "108 bytes, at most 107"]),
+        (socket(&"x".repeat(108)), &["line 3", "108 bytes, at most 107"]),
         (format!("api = \"/a/./b\"\n{}", socket("/a/b")), &["its socket /a/b is that of --api"]),
         (format!("api = \"fd:3\"\n{}", socket("fd:3")), &["its socket fd:3 is that of --api"]),
+        (
+            socket("/none/such/s"),
+            &["line 3: disk \"ram:1M\": vhost-user: socket /none/such/s: its folder /none/such"],
+        ),
+        (
+            format!("\n{disk}nbd = \"unix:/none/such/n\"\n"),
+            &["line 5: disk \"ram:1M\": nbd: socket /none/such/n", "create it first"],
+        ),
+        (
+            format!("\napi = \"/none/such/a\"\n{disk}"),
+            &["disks.toml: line 2: api: socket /none/such/a: its folder /none/such does not exist"],
+        ),
         (
             disk.clone() + &format!("nbd = \"unix:{}\"\n", text(&folder.join("s"))),
             &["two of its exports have the socket /"],
@@ -434,12 +450,20 @@ fn check_config_finds_what_the_host_lacks() {
     let check = ["serve", "--check-config", "--config", text(&file)];
     let control = [&check[..], &["--control", text(&plain)]].concat();
     refused(&control, 2, &[text(&plain), "a file that is no socket"]);
+    // The name of a disk that a file of the folder removes.
+    std::fs::create_dir(folder.join("conf.d")).unwrap();
+    let part = folder.join("conf.d/20.toml");
+    std::fs::write(&part, "# A comment.\nremove = [\n  \"ram:1N\",\n]\n").unwrap();
+    let name =
+        ["20.toml: line 3: remove: no earlier file has a disk \"ram:1N\"", "mean \"ram:1M\"?"];
+    refused(&check, 2, &name);
+    std::fs::remove_file(&part).unwrap();
     // The service makes the folder of its sockets, and its state folder.
     let state = folder.join("state");
     let content = format!(
         "state-folder = \"{}\"\n{}",
         text(&state),
-        socket("/none/such/socket").replace("ram:1M", text(&qcow2))
+        socket("/run/none-such/socket").replace("ram:1M", text(&qcow2))
     );
     std::fs::write(&file, content).unwrap();
     assert_eq!(blockyard(check).good(), "configuration is valid: 1 disk\n");
@@ -454,8 +478,8 @@ fn one_image_for_two_disks_is_refused_unless_both_are_read_only() {
     std::os::unix::fs::symlink(&image, &link).unwrap();
     let disk = |name: &str, image: &Path, more: &str| {
         format!(
-            "[[disk]]\nname = \"{name}\"\nimage = \"{}\"\nvhost-user = \"/x/{name}\"\n{more}",
-            image.display()
+            "[[disk]]\nname = \"{name}\"\nimage = {image:?}\nvhost-user = {:?}\n{more}",
+            folder.join(name)
         )
     };
     std::fs::write(&file, disk("a", &image, "") + &disk("b", &link, "")).unwrap();

@@ -122,7 +122,8 @@ fn a_failed_start_does_not_block_on_its_message() {
 fn commands(folder: &Folder) -> Vec<Vec<String>> {
     let image = folder.image("disk.raw", 1 << 20);
     let config = folder.join("toml");
-    std::fs::write(&config, "[[disk]]\nimage = \"ram:1M\"\nvhost-user = \"/nonexistent/s\"\n")
+    let socket = folder.join("s");
+    std::fs::write(&config, format!("[[disk]]\nimage = \"ram:1M\"\nvhost-user = {socket:?}\n"))
         .unwrap();
     let text = |path: &Path| path.to_str().unwrap().to_string();
     let words = |line: &str| line.split(' ').map(str::to_string).collect::<Vec<_>>();
