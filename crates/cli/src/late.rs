@@ -1,5 +1,6 @@
 //! Disks that are served later, because their storage is slow, another program has locked their
-//! image, or the file system of one of their files does not answer.
+//! image, the file system of one of their files does not answer, or the host has no space for the
+//! replay of their journal.
 //!
 //! In: a disk that no command waits for any more. Out: the disk is served as soon as that is
 //! possible, or the log says why it is not. What must hold: such a disk delays no other one, and no
@@ -7,8 +8,11 @@
 
 use std::error::Error;
 use std::iter::successors;
+use std::sync::{Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use blockyard_disk::OnEnospc;
+use blockyard_program::output::shell;
 use blockyard_yard::{DiskSettings, Pending, WayError, YardError};
 
 use crate::book::HeldDisk;
@@ -48,6 +52,45 @@ impl Locked {
 pub fn describe(error: &YardError) -> String {
     let causes = successors(Some(error as &(dyn Error + 'static)), |error| (**error).source());
     causes.map(ToString::to_string).collect::<Vec<_>>().join(": ")
+}
+
+/// Returns whether a disk waits for space on the host after this result, as its requests do.
+pub fn waits_for_space(settings: &DiskSettings, added: &Result<(), YardError>) -> bool {
+    settings.on_enospc == OnEnospc::Pause && matches!(added, Err(e) if e.is_full())
+}
+
+/// Says what to do about a disk that waits for space.
+pub fn describe_space(disk: &str, error: &YardError) -> String {
+    let (why, disk) = (describe(error), shell(disk));
+    format!(
+        "{why}: the disk waits for space (on-enospc = \"pause\"), and is served then: free some; \
+         `ctl resume {disk}` tries at once"
+    )
+}
+
+/// Ends the pauses of disks that wait for space.
+#[derive(Default)]
+pub struct Wakes {
+    count: Mutex<u64>,
+    changed: Condvar,
+}
+
+impl Wakes {
+    /// Makes the disks that wait try again.
+    pub fn wake(&self) {
+        *self.count.lock().unwrap_or_else(PoisonError::into_inner) += 1;
+        self.changed.notify_all();
+    }
+
+    fn count(&self) -> u64 {
+        *self.count.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits for `limit`, or until a wake that came after `seen`.
+    fn wait(&self, seen: u64, limit: Duration) {
+        let count = self.count.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.changed.wait_timeout_while(count, limit, |count| *count == seen));
+    }
 }
 
 /// What is known of the first attempt.
@@ -102,7 +145,8 @@ impl Late {
         }
     }
 
-    /// Adds the disk when other programs have unlocked its image. Returns the last result.
+    /// Adds the disk when other programs have unlocked its image, and the host has space for it.
+    /// Returns the last result.
     fn add_when_unlocked(
         &self,
         server: &Server,
@@ -110,19 +154,33 @@ impl Late {
     ) -> Result<(), YardError> {
         let (start, [mut pause, longest]) = (Instant::now(), PAUSE);
         let mut reported = start;
-        while self.locked.waits_after(&added, start.elapsed()) {
+        loop {
+            let seen = server.late.count();
+            if waits_for_space(&self.settings, &added) {
+                self.note_space(server, &added);
+            } else if !self.locked.waits_after(&added, start.elapsed()) {
+                return added;
+            }
             if let Err(e) = &added
                 && reported.elapsed() >= REPORT
             {
                 reported = Instant::now();
                 let (disk, why) = (&self.settings.name, describe(e));
-                tracing::warn!(disk, "it still waits for the lock of its image: {why}");
+                let what = if e.is_full() { "space on the host" } else { "the lock of its image" };
+                tracing::warn!(disk, "it still waits for {what}: {why}");
             }
-            std::thread::sleep(pause);
+            server.late.wait(seen, pause);
             pause = (pause * 2).min(longest);
             added = server.yard.add(self.settings.clone());
         }
-        added
+    }
+
+    /// Lists the disk among those that could not be opened.
+    fn note_space(&self, server: &Server, added: &Result<(), YardError>) {
+        let (disk, entry) = (&self.settings.name, server.book.find(&self.settings.name));
+        if let (Err(e), Some(entry)) = (added, entry.filter(|entry| !entry.by_api)) {
+            server.note_unopened(&entry.args, &describe_space(disk, e));
+        }
     }
 }
 

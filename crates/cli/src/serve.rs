@@ -26,6 +26,7 @@ use crate::disks::check;
 use crate::events::Events;
 use crate::exports::Common;
 use crate::handover::{self, Control, HandOvers, Takeover, Wanted};
+use crate::late::Wakes;
 use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
@@ -109,8 +110,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let cpus = options.cpus.as_ref().map_or(&[][..], |c| &c.0);
     let alive = supervisor::alive(options.takeover.is_some() || options.held);
     let reactors = Reactors::start_supervised(reactors.into(), cpus, alive);
-    let reactors = reactors.map_err(explain_io_uring)?;
-    let reactors = Arc::new(reactors);
+    let reactors = Arc::new(reactors.map_err(explain_io_uring)?);
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common::new(nbd, options.attached);
     let events = Events::start(config.api(&options.api).api.is_some())?;
@@ -124,6 +124,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         started: Instant::now(),
         book: Book::default(),
         unopened: Unopened::default(),
+        late: Wakes::default(),
         known: Mutex::new(Known::new(&config)),
         reloading: Mutex::new(()),
         hand_overs: HandOvers::new(caught.signals.handle()),

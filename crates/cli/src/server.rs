@@ -7,7 +7,7 @@ use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use blockyard_control::events::What;
-use blockyard_disk::SourceError;
+use blockyard_disk::{OnEnospc, SourceError};
 use blockyard_program::ending::Failure;
 use blockyard_program::output::shell;
 use blockyard_yard::{
@@ -22,7 +22,7 @@ use crate::disks::{advise, log_end, settings};
 use crate::events::Events;
 use crate::exports::{self, Common};
 use crate::handover::HandOvers;
-use crate::late::{First, Late, Locked, describe};
+use crate::late::{First, Late, Locked, Wakes, describe, describe_space};
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::unopened::Unopened;
@@ -57,6 +57,9 @@ pub enum AddError {
     /// The disk is served when the file systems of its files answer.
     #[error("{why}; disk \"{disk}\" waits, because its clients do")]
     WaitsForFiles { disk: String, why: String },
+    /// The disk is served when the host has space for it.
+    #[error("disk \"{disk}\": {why}")]
+    Full { disk: String, why: String },
     #[error("disk \"{disk}\" is not open yet, and a signal ends the server")]
     Stopped { disk: String },
 }
@@ -73,7 +76,10 @@ impl AddError {
     pub fn goes_on(&self) -> bool {
         matches!(
             self,
-            AddError::GoesOn { .. } | AddError::Waits { .. } | AddError::WaitsForFiles { .. }
+            AddError::GoesOn { .. }
+                | AddError::Waits { .. }
+                | AddError::WaitsForFiles { .. }
+                | AddError::Full { .. }
         )
     }
 
@@ -179,6 +185,11 @@ impl<'a> Adding<'a> {
                     late.serve(server, held, First::Failed(e));
                     return not(AddError::Waits { disk, why }, None);
                 }
+                Ok(Err(e)) if e.is_full() && args.on_enospc == OnEnospc::Pause => {
+                    let why = describe_space(&disk, &e);
+                    late.serve(server, held, First::Failed(e));
+                    return not(AddError::Full { disk, why }, None);
+                }
                 Ok(Err(e)) => return not(AddError::of(e, &args), Some(held)),
                 Err(_) if is_stopped() => return not(AddError::Stopped { disk }, Some(held)),
                 Err(runs) if left > LOOK => runs,
@@ -204,6 +215,8 @@ pub struct Server {
     pub book: Book,
     /// Disks of the configuration that could not be opened.
     pub unopened: Unopened,
+    /// Wakes disks that are served later.
+    pub late: Wakes,
     /// The configuration file that is in effect.
     pub known: Mutex<Known>,
     /// Held during a reload: one at a time.

@@ -201,6 +201,9 @@ pub struct Resumed {
     /// Whether a drain held the requests back.
     #[serde(default)]
     pub drained: bool,
+    /// Whether the disk is not open yet. If it waits for space, it tries again.
+    #[serde(default)]
+    pub opening: bool,
 }
 
 /// How long a drain lasts.

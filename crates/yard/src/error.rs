@@ -64,4 +64,9 @@ impl YardError {
     pub fn is_locked(&self) -> bool {
         matches!(self, YardError::Open(e) if e.is_locked())
     }
+
+    /// Returns whether the host has no space for what the image needs to be opened.
+    pub fn is_full(&self) -> bool {
+        matches!(self, YardError::Open(e) if e.is_full())
+    }
 }

@@ -3,12 +3,14 @@
 //! ```text
 //!   operator   what each call does
 //!   clients    disconnects clients, and waits until they have left
+//!   keeping    what calls write into the configuration
 //!   snapshots  snapshots, and the configuration that names their overlays
 //!   sampled    figures for metrics
 //!   words      settings, figures and errors in the API's words
 //! ```
 
 mod clients;
+mod keeping;
 mod operator;
 mod sampled;
 mod snapshots;

@@ -15,6 +15,7 @@ use blockyard_program::output::shell;
 use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
+use super::keeping::{NOT_WRITTEN, kept, not_kept};
 use super::{sampled, words};
 use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::inner;
@@ -206,9 +207,6 @@ impl Server {
     }
 }
 
-/// Of a call with `persist` that fails, or has not ended.
-const NOT_WRITTEN: &str = "nothing is written into the configuration";
-
 /// Returns the result of a command on a disk. Waits at most `limit` for it.
 fn outcome<T>(
     name: &str,
@@ -230,35 +228,8 @@ fn outcome<T>(
     }
 }
 
-fn conflict(error: &anyhow::Error) -> Problem {
+pub(super) fn conflict(error: &anyhow::Error) -> Problem {
     Problem::new(Kind::Conflict, format!("{error:#}"))
-}
-
-/// Returns the keys of a disk to keep: those of the configuration files with the changes of a call.
-/// Values that earlier calls have set without keeping them are not among them. `present`: all
-/// present keys, for a disk that no file has.
-fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -> Answer<Table> {
-    let failed = |e| Problem::new(Kind::Conflict, format!("persist: {e:#}"));
-    let Some(keys) = store.keys(name).map_err(failed)? else {
-        store.check(name, present).map_err(|e| conflict(&e))?;
-        return Ok(present.clone());
-    };
-    let keys = words::with(keys, changes)?;
-    let args: Result<DiskArgs, _> = keys.clone().try_into();
-    let checked = args
-        .map_err(anyhow::Error::from)
-        .and_then(|args| knobs::check(&args.knobs()).map_err(|e| anyhow::anyhow!("{e}")));
-    checked.map_err(|e| {
-        failed(e.context(format!("disk \"{name}\", with the values of the configuration file")))
-    })?;
-    store.check(name, &keys).map_err(|e| conflict(&e))?;
-    Ok(keys)
-}
-
-/// Returns the error of a change that took effect, but that a restart would lose.
-fn not_kept(name: &str, done: &str, kept: anyhow::Result<()>) -> Answer<()> {
-    let what = |e| format!("disk \"{name}\" {done}, but a restart would not know that: {e:#}");
-    kept.map_err(|e| Problem::new(Kind::Failed, what(e)))
 }
 
 impl Operator for Server {
@@ -344,6 +315,7 @@ impl Operator for Server {
             e @ (AddError::GoesOn { .. }
             | AddError::Waits { .. }
             | AddError::WaitsForFiles { .. }
+            | AddError::Full { .. }
             | AddError::Stopped { .. }) => Problem::new(Kind::Busy, e.to_string()),
         })?;
         // While the disk is held, no other call changes its file.
@@ -476,9 +448,15 @@ impl Operator for Server {
     }
 
     fn resume(&self, name: &str) -> Answer<Resumed> {
+        if self.book.find(name).is_some_and(|entry| entry.is_opening) {
+            tracing::info!(disk = name, "resumed: if it waits for space, it tries again now");
+            self.late.wake();
+            let (requests, drained, opening) = (0, false, true);
+            return Ok(Resumed { name: name.into(), requests, drained, opening });
+        }
         let (drained, requests) = self.yard.resume(name).map_err(words::problem)?;
         tracing::info!(disk = name, "resumed: {requests} requests that waited for space try again");
-        Ok(Resumed { name: name.into(), requests, drained })
+        Ok(Resumed { name: name.into(), requests, drained, opening: false })
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {

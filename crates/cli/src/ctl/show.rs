@@ -34,8 +34,11 @@ pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> 
         },
         Command::Flush { disk } => format!("flushed {disk}\n"),
         Command::Resume { disk } => {
-            let Resumed { requests, drained, .. } = serde_json::from_value(answer)?;
+            let Resumed { requests, drained, opening, .. } = serde_json::from_value(answer)?;
             match (drained, requests) {
+                _ if opening => {
+                    format!("{disk} is not open yet: if it waits for space, it tries again now\n")
+                }
                 (true, 0) => format!("resumed {disk} after a drain\n"),
                 (false, 0) => format!("{disk} was not drained, and no request waited for space\n"),
                 (_, 1..) => {

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
 use blockyard_control::types::KeyChange;
-use blockyard_disk::{Carried, Source};
+use blockyard_disk::{Carried, OnEnospc, Source};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Handed, keeper};
 use blockyard_ring::parcel::Parcel;
@@ -22,7 +22,7 @@ use super::{CARRIED, KEPT, NotNow, PROGRAM};
 use crate::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
-use crate::late::{First, Late, Locked, describe};
+use crate::late::{First, Late, Locked, describe, describe_space};
 use crate::options::disk::DiskArgs;
 use crate::server::Server;
 
@@ -138,6 +138,10 @@ impl Back<'_> {
         let Back { held, settings, pending } = self;
         let disk = held.args().name();
         let first = match pending.wait_at_most(BACK_TIME) {
+            Ok(Err(e)) if e.is_full() && settings.on_enospc == OnEnospc::Pause => {
+                tracing::warn!(disk, "{}", describe_space(&disk, &e));
+                First::Failed(e)
+            }
             Ok(Err(e)) if e.is_locked() => {
                 let (limit, locked) = (LOCKED_TIME.as_secs(), describe(&e));
                 tracing::warn!(disk, "waiting up to {limit} s before it is served again: {locked}");

@@ -62,7 +62,8 @@ fn a_drained_disk_holds_requests_until_it_is_resumed() {
     assert!(refused["detail"].as_str().unwrap().contains("it is drained"), "{refused}");
 
     let resumed = server.good("POST", "/v1/disks/a/resume", Value::Null);
-    assert_eq!(resumed, json!({ "name": "a", "requests": 0, "drained": true }));
+    let expected = json!({ "name": "a", "requests": 0, "drained": true, "opening": false });
+    assert_eq!(resumed, expected);
     until("the write ends", SOON, || queue.reap().unwrap() == Some((0, status::OK)));
     assert_eq!(std::fs::read(&image).unwrap()[0], 8);
     assert_eq!(disk_state(&server), false);

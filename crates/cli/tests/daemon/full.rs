@@ -47,6 +47,7 @@ struct Case {
     daemon: Daemon,
     folder: Folder,
     mount: Mount,
+    options: Vec<String>,
 }
 
 impl Case {
@@ -71,7 +72,8 @@ impl Case {
         let folders = if format == "qcow2" { &folders[..] } else { &[] };
         let options = [&fixed[..], folders, options].concat();
         let daemon = Daemon::serve(&path, &folder.join("s"), &options);
-        Case { daemon, folder, mount }
+        let options = options.into_iter().map(String::from).collect();
+        Case { daemon, folder, mount, options }
     }
 
     fn free(&self) {
@@ -251,4 +253,42 @@ fn a_snapshot_fails_while_the_old_image_cannot_be_flushed() {
     tool("qemu-img", ["convert", "-U", "-f", "qcow2", "-O", "raw", names[0], names[1]]).good();
     let bytes = std::fs::read(&raw).unwrap();
     (0..4).for_each(|n| assert!(bytes[n * 1024 * 512..][..PIECE] == data));
+}
+
+/// The journal of the killed server has changes of metadata for which the host has no space.
+#[test]
+fn a_disk_whose_replay_needs_space_waits_for_it() {
+    let mut case = Case::new("disk.qcow2", &["--on-enospc", "pause"]);
+    let mut guest = Guest::connect(&case.folder.join("s"));
+    let data = pattern(3, PIECE);
+    assert_eq!(guest.write(0, &data), status::OK);
+    let rest = std::fs::write(case.mount.0.join("rest"), vec![1; SIZE]);
+    assert_eq!(rest.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
+    let mut command = std::process::Command::new(crate::common::BLOCKYARD);
+    command.arg("serve").arg(case.mount.0.join("disk.qcow2")).args(&case.options);
+    command.arg("--vhost-user").arg(case.folder.join("s"));
+    // The new server replaces the sockets of the dead one.
+    case.daemon.signal(crate::common::Signal::KILL);
+    case.daemon.ended(SOON);
+    drop(guest);
+    case.daemon = Daemon::start(&mut command);
+    case.daemon.wait_ready();
+    let status = || case.ctl(&["status"]).good();
+    let shown = status();
+    for part in ["opening", "NOT SERVED", "No space left", "free some; `ctl resume disk`"] {
+        assert!(shown.contains(part), "{part:?} is not in it: {shown}");
+    }
+    until_event(&case, "disk-failed");
+    assert!(case.ctl(&["resume", "disk"]).good().contains("it tries again now"));
+    assert!(status().contains("opening"));
+    std::fs::remove_file(case.mount.0.join("rest")).unwrap();
+    // It tries again by itself, and at once after a resume.
+    case.ctl(&["resume", "disk"]).good();
+    until("the disk is served", SOON, || status().contains("serving"));
+    assert!(!status().contains("NOT SERVED"));
+    let mut guest = Guest::connect(&case.folder.join("s"));
+    assert!(guest.read(0, PIECE).unwrap() == data);
+    guest.leave();
+    case.daemon.stop();
+    tool("qemu-img", ["check", case.mount.0.join("disk.qcow2").to_str().unwrap()]).good();
 }

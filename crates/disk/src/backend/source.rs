@@ -83,6 +83,13 @@ impl SourceError {
                 | SourceError::Chain(ChainError::Open(OpenError::Locked { .. }))
         )
     }
+
+    /// Returns whether the host has no space for what the image needs to be opened, such as the
+    /// replay of its journal.
+    pub fn is_full(&self) -> bool {
+        let SourceError::Chain(ChainError::Image { error, .. }) = self else { return false };
+        error.source.as_ref().is_some_and(blockyard_image::is_full)
+    }
 }
 
 impl Source {

@@ -1,0 +1,40 @@
+//! What calls with `persist` write into the configuration.
+
+use blockyard_control::{Answer, Kind, Object, Problem};
+use toml::Table;
+
+use super::operator::conflict;
+use super::words;
+use crate::options::disk::DiskArgs;
+use crate::options::knobs;
+use crate::persist::Persistence;
+
+/// Of a call with `persist` that fails, or has not ended.
+pub const NOT_WRITTEN: &str = "nothing is written into the configuration";
+
+/// Returns the keys of a disk to keep: those of the configuration files with the changes of a call.
+/// Values that earlier calls have set without keeping them are not among them. `present`: all
+/// present keys, for a disk that no file has.
+pub fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -> Answer<Table> {
+    let failed = |e| Problem::new(Kind::Conflict, format!("persist: {e:#}"));
+    let Some(keys) = store.keys(name).map_err(failed)? else {
+        store.check(name, present).map_err(|e| conflict(&e))?;
+        return Ok(present.clone());
+    };
+    let keys = words::with(keys, changes)?;
+    let args: Result<DiskArgs, _> = keys.clone().try_into();
+    let checked = args
+        .map_err(anyhow::Error::from)
+        .and_then(|args| knobs::check(&args.knobs()).map_err(|e| anyhow::anyhow!("{e}")));
+    checked.map_err(|e| {
+        failed(e.context(format!("disk \"{name}\", with the values of the configuration file")))
+    })?;
+    store.check(name, &keys).map_err(|e| conflict(&e))?;
+    Ok(keys)
+}
+
+/// Returns the error of a change that took effect, but that a restart would lose.
+pub fn not_kept(name: &str, done: &str, kept: anyhow::Result<()>) -> Answer<()> {
+    let what = |e| format!("disk \"{name}\" {done}, but a restart would not know that: {e:#}");
+    kept.map_err(|e| Problem::new(Kind::Failed, what(e)))
+}
