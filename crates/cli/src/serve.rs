@@ -236,7 +236,8 @@ impl Server {
                 if left > 0 {
                     tracing::warn!("the last server died: continuing {left} exports");
                 }
-                self.add_all(config, left > 0, caught)?;
+                let added = self.add_all(config, left > 0, caught);
+                added.inspect_err(|_| supervisor::delay_restart(|| caught.is_stopped()))?;
                 if caught.is_stopped() {
                     tracing::info!("a signal ends the server before it is ready");
                     supervisor::notify("STOPPING=1");

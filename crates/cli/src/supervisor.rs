@@ -9,7 +9,7 @@ use std::os::linux::net::SocketAddrExt;
 use std::os::unix::ffi::OsStrExt;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
 use std::sync::OnceLock;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_export::Alive;
 
@@ -18,6 +18,10 @@ const SHORTEST: Duration = Duration::from_millis(50);
 
 /// Longest wait for a supervisor that does not read.
 const PATIENCE: Duration = Duration::from_secs(5);
+
+/// How long a server that cannot serve anything waits before it ends.
+const RESTART_DELAY: Duration = Duration::from_secs(1);
+const RESTART_PAUSE: Duration = Duration::from_millis(20);
 
 /// The socket of notifications, unless there is no supervisor.
 static MANAGER: OnceLock<Option<UnixDatagram>> = OnceLock::new();
@@ -41,6 +45,17 @@ pub fn notify(text: &str) {
     let Some(Some(socket)) = MANAGER.get() else { return };
     if let Err(e) = socket.send(text.as_bytes()) {
         tracing::warn!("cannot notify the supervisor ({text}): {e}");
+    }
+}
+
+/// Waits before the server ends because it cannot open its disks. The units start it again after
+/// 0.1 s, so that guests of a crashed server wait less. Only systemd 254 and later prolong that.
+pub fn delay_restart(is_stopped: impl Fn() -> bool) {
+    let Some(Some(_)) = MANAGER.get() else { return };
+    tracing::info!("the server ends in 1 s: the service manager may start it again at once");
+    let until = Instant::now() + RESTART_DELAY;
+    while Instant::now() < until && !is_stopped() {
+        std::thread::sleep(RESTART_PAUSE);
     }
 }
 

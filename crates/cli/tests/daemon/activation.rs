@@ -208,6 +208,8 @@ fn missing_sockets_are_refused() {
             let _ = std::fs::remove_file(manager.folder.join(socket));
         }
         let mut command = manager.command("root:data");
+        // With a manager, the end would wait a moment.
+        command.env_remove("NOTIFY_SOCKET");
         let mut daemon = Daemon::start_with(
             command.args(["serve", "null:1M", "--vhost-user", fd]).stderr(Stdio::piped()),
         );
@@ -252,4 +254,27 @@ fn systemd_rates_the_units_below_1_2() {
         assert!(done.status.success(), "{unit}: {} {}", done.out, done.err);
         assert!(done.out.contains("Overall exposure level"), "{unit}: {}", done.out);
     }
+}
+
+/// Guests wait for the service while its images are missing, so it must never give up, and must not
+/// start too often.
+#[test]
+fn the_units_never_give_up_and_a_server_without_images_ends_after_a_moment() {
+    let contrib = concat!(env!("CARGO_MANIFEST_DIR"), "/../../contrib");
+    for unit in ["blockyard.service", "blockyard@.service"] {
+        let text = std::fs::read_to_string(format!("{contrib}/{unit}")).unwrap();
+        let (unit_section, service) = text.split_once("[Service]").unwrap();
+        assert!(unit_section.contains("\nStartLimitIntervalSec=0\n"), "{unit_section}");
+        for line in ["Restart=on-failure", "RestartSteps=10", "RestartMaxDelaySec=10s"] {
+            assert!(service.lines().any(|own| own == line), "{unit}: {line}");
+        }
+    }
+    let manager = Manager::new();
+    let mut command = Command::new(BLOCKYARD);
+    command.args(["serve", "/none/such", "--vhost-user"]).arg(manager.folder.join("s"));
+    command.env("NOTIFY_SOCKET", manager.folder.join("notify"));
+    let mut daemon = Daemon::start(&mut command);
+    daemon.wait_log("the server ends in 1 s");
+    daemon.signal(Signal::TERM);
+    assert_eq!(daemon.ended(SOON).code(), Some(1), "{}", daemon.log());
 }
