@@ -15,6 +15,10 @@ const SET_SIZE_BLOCKS: u64 = 0xab07;
 const DISCONNECT: u64 = 0xab08;
 const SET_FLAGS: u64 = 0xab0a;
 
+/// The requests of `ioctl` that this module makes.
+pub(crate) const REQUESTS: [u64; 7] =
+    [SET_SOCK, SET_BLKSIZE, DO_IT, CLEAR_SOCK, SET_SIZE_BLOCKS, DISCONNECT, SET_FLAGS];
+
 /// Logical block size in bytes.
 pub const BLOCK: u64 = 512;
 

@@ -8,7 +8,8 @@
 //!   any thread, also in an older or newer version.
 //! - No kind may run programs, trace processes, mount, load code into the kernel, or change users.
 //! - The calls of a request's way have no conditions. Then the kernel does not run the filter for
-//!   them: it keeps a bitmap of calls that are always allowed.
+//!   them: it keeps a bitmap of calls that are always allowed. An exception is `ioctl`, which only
+//!   Xen's queues call.
 
 use std::collections::BTreeMap;
 use std::io;
@@ -18,6 +19,8 @@ use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
     SeccompRule,
 };
+
+use super::arguments::{self, equal};
 
 /// The kinds of threads that differ in the system calls that they make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -38,7 +41,7 @@ pub enum Kind {
 }
 
 /// Rules by system call. No rule means that the call is allowed with all arguments.
-type Rules = BTreeMap<i64, Vec<SeccompRule>>;
+pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Restricts the calling thread.
 pub fn apply(kind: Kind) -> io::Result<()> {
@@ -79,27 +82,15 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
         // No new namespaces: they would give the process capabilities in them.
         rules.insert(libc::SYS_clone, vec![without(0, NAMESPACES)?]);
         // A next server that fails and does not end is killed.
-        let (signal, equal) = (SeccompCmpArgLen::Dword, SeccompCmpOp::Eq);
-        let kill = SeccompCondition::new(1, signal, equal, libc::SIGKILL as u64)?;
-        rules.insert(libc::SYS_pidfd_send_signal, vec![SeccompRule::new(vec![kill])?]);
+        rules.insert(libc::SYS_pidfd_send_signal, vec![equal(1, libc::SIGKILL as u64)?]);
     }
     // Signals to this process only: an attached server ends itself, and an abort is a signal.
-    let own = u64::from(std::process::id());
-    let to_self = SeccompRule::new(vec![SeccompCondition::new(
-        0,
-        SeccompCmpArgLen::Dword,
-        SeccompCmpOp::Eq,
-        own,
-    )?])?;
+    let to_self = equal(0, std::process::id().into())?;
     // Signal 0 only tells whether a process lives: the last server of a ublk device.
-    let lives = SeccompRule::new(vec![SeccompCondition::new(
-        1,
-        SeccompCmpArgLen::Dword,
-        SeccompCmpOp::Eq,
-        0,
-    )?])?;
+    let lives = equal(1, 0)?;
     rules.insert(libc::SYS_kill, vec![to_self.clone(), lives]);
     rules.insert(libc::SYS_tgkill, vec![to_self]);
+    arguments::add(&mut rules)?;
     let allow = SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, arch)?;
     let mut absent: Rules = NEWER.map(|call| (call, Vec::new())).collect();
     if kind == Kind::Any {
@@ -155,7 +146,8 @@ const MEMORY: &[c_long] = &[
     libc::SYS_munmap,
 ];
 
-/// What every thread needs: locks, time, signals, its end, and facts about itself.
+/// What every thread needs: locks, time, signals, its end, and facts about itself. `prlimit64` and
+/// `sched_setaffinity` have conditions.
 const THREAD: &[c_long] = &[
     libc::SYS_clock_getres,
     libc::SYS_clock_gettime,
@@ -180,14 +172,12 @@ const THREAD: &[c_long] = &[
     libc::SYS_membarrier,
     libc::SYS_nanosleep,
     libc::SYS_prctl,
-    libc::SYS_prlimit64,
     libc::SYS_restart_syscall,
     libc::SYS_rseq,
     libc::SYS_rt_sigaction,
     libc::SYS_rt_sigprocmask,
     libc::SYS_rt_sigreturn,
     libc::SYS_sched_getaffinity,
-    libc::SYS_sched_setaffinity,
     libc::SYS_sched_yield,
     // The kernel may run the handler of a signal on any thread. It wakes the main thread by `send`.
     libc::SYS_sendto,
@@ -199,7 +189,8 @@ const THREAD: &[c_long] = &[
     libc::SYS_time,
 ];
 
-/// Open files: read, write, wait, properties. And names that are only looked at.
+/// Open files: read, write, wait, properties. And names that are only looked at. `ioctl` has
+/// conditions.
 const FILES: &[c_long] = &[
     libc::SYS_close,
     libc::SYS_close_range,
@@ -216,7 +207,6 @@ const FILES: &[c_long] = &[
     libc::SYS_fstat,
     libc::SYS_fstatfs,
     libc::SYS_getdents64,
-    libc::SYS_ioctl,
     libc::SYS_lseek,
     libc::SYS_newfstatat,
     libc::SYS_pipe2,

@@ -18,6 +18,7 @@
 //!   threads come from the thread of [`threads`](crate::threads), which is not as strict.
 //! - Nothing here changes the process if the sandbox is off.
 
+mod arguments;
 mod calls;
 mod folders;
 mod reserved;

@@ -94,6 +94,56 @@ fn each_kind_of_thread_is_refused_what_its_work_does_not_need() {
     }
 }
 
+/// Arguments of calls, and whether threads may make the calls with them.
+fn arguments() -> Vec<(libc::c_long, [u64; 2], bool)> {
+    let (bad, own) = (u64::MAX, u64::from(std::process::id()));
+    let ioctl = |request: u64, is_allowed| (libc::SYS_ioctl, [bad, request], is_allowed);
+    let mut all = vec![
+        ioctl(libc::TIOCSTI, false),
+        ioctl(0x541c, false), // TIOCLINUX
+        ioctl(libc::TIOCSCTTY, false),
+        ioctl(0x8933, false), // SIOCGIFINDEX
+        ioctl(libc::FIONBIO, true),
+        ioctl(libc::TCGETS, true),
+        // The kernel ignores the upper half.
+        ioctl(libc::FIONREAD | 1 << 32, true),
+        ioctl(0x1277, true),
+        ioctl(0xab03, true),
+    ];
+    for call in [libc::SYS_prlimit64, libc::SYS_sched_setaffinity] {
+        let of = |process, is_allowed| (call, [process, bad], is_allowed);
+        all.extend([of(1, false), of(own + 1, false), of(0, true), of(own, true)]);
+    }
+    all
+}
+
+#[test]
+fn calls_that_type_into_terminals_or_change_other_processes_are_refused() {
+    let name = "calls_that_type_into_terminals_or_change_other_processes_are_refused";
+    if let Some(case) = std::env::var_os(CHILD) {
+        let case: Vec<usize> =
+            case.to_str().unwrap().split(' ').map(|word| word.parse().unwrap()).collect();
+        let (call, [first, second], _) = arguments()[case[1]];
+        enter(vec![Folder::new("/", Access::Write)]).unwrap();
+        let attempt = move || {
+            confine(KINDS[case[0]].0);
+            // SAFETY: the sandbox refuses the call, or it fails: it has no valid descriptor or
+            // address.
+            unsafe { libc::syscall(call, first, second, u64::MAX, u64::MAX) };
+        };
+        std::thread::spawn(attempt).join().unwrap();
+        std::process::exit(0);
+    }
+    for (at, (call, given, is_allowed)) in arguments().into_iter().enumerate() {
+        for kind in [0, 1, 5] {
+            let done = child(name, &format!("{kind} {at}"));
+            let status = if is_allowed { 0 } else { STATUS };
+            let text = String::from_utf8_lossy(&done.stderr);
+            assert_eq!(done.status.code(), Some(status), "{call} {given:x?}: {text}");
+        }
+    }
+}
+
 #[test]
 fn a_refused_call_ends_the_process_with_one_line() {
     let body = || {

@@ -20,6 +20,17 @@ pub(super) const GNTDEV_MAP_GRANT_REF: libc::c_ulong = ioctl(b'G', 0, MAP_WORDS 
 pub(super) const GNTDEV_UNMAP_GRANT_REF: libc::c_ulong = ioctl(b'G', 1, size_of::<Unmap>());
 pub(super) const GNTDEV_GRANT_COPY: libc::c_ulong = ioctl(b'G', 8, size_of::<Copy>());
 
+/// The requests of `ioctl` that these modules make.
+pub const REQUESTS: [u64; 7] = [
+    EVTCHN_NOTIFY,
+    GNTDEV_GRANT_COPY,
+    GNTDEV_MAP_GRANT_REF,
+    GNTDEV_UNMAP_GRANT_REF,
+    EVTCHN_BIND_INTERDOMAIN,
+    EVTCHN_UNBIND,
+    EVTCHN_RESTRICT_DOMID,
+];
+
 /// `struct ioctl_evtchn_bind_interdomain`.
 #[repr(C)]
 pub(super) struct BindInterdomain {
