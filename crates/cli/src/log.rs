@@ -7,6 +7,7 @@
 //! At the end of the program a flush waits for a bounded time. (`tracing-appender` is unsuitable:
 //! its guard calls `println!` in its destructor, and it does not report what it dropped.)
 
+use std::borrow::Cow;
 use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_program::output;
 use blockyard_ring::sandbox::{self, Kind};
+use blockyard_ring::text::is_deceptive;
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use tracing_subscriber::fmt::writer::BoxMakeWriter;
@@ -57,7 +59,7 @@ pub fn say(line: &str) {
 /// written. For the end of the program.
 pub fn last_words(line: &str) {
     if QUEUED_MODE.load(Ordering::Acquire) {
-        ERRORS.push(format!("{line}\n").as_bytes());
+        ERRORS.push(&visible(format!("{line}\n").as_bytes()));
         flush();
     } else {
         output::note(line);
@@ -91,15 +93,26 @@ struct Message;
 
 impl Write for Message {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let text = visible(bytes);
         if QUEUED_MODE.load(Ordering::Acquire) {
-            ERRORS.push(bytes);
+            ERRORS.push(&text);
             return Ok(bytes.len());
         }
-        io::stderr().write(bytes)
+        io::stderr().write_all(&text).map(|()| bytes.len())
     }
 
     fn flush(&mut self) -> io::Result<()> {
         Ok(())
+    }
+}
+
+/// Returns a message without characters that change or hide what a terminal shows. The subscriber
+/// has escaped control characters of names already, and makes those for colours itself.
+fn visible(message: &[u8]) -> Cow<'_, [u8]> {
+    let hides = |c: char| !c.is_ascii() && is_deceptive(c);
+    match std::str::from_utf8(message) {
+        Ok(text) if text.contains(hides) => text.replace(hides, "?").into_bytes().into(),
+        _ => message.into(),
     }
 }
 

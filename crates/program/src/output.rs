@@ -8,6 +8,8 @@ use std::borrow::Cow;
 use std::fmt::Display;
 use std::io::{self, Write};
 
+use blockyard_ring::text::{clean, is_deceptive};
+
 /// Standard output cannot be written.
 #[derive(Debug, thiserror::Error)]
 #[error("standard output cannot be written")]
@@ -33,12 +35,14 @@ pub fn shell(word: &str) -> Cow<'_, str> {
     if !word.is_empty() && word.chars().all(is_plain) {
         return word.into();
     }
-    let text = word.replace(char::is_control, "?").replace('\'', "'\\''");
+    let text = clean(word).replace('\'', "'\\''");
     format!("'{text}'").into()
 }
 
-/// Prints a line on standard error. A line that cannot be written is dropped.
+/// Prints a line on standard error. A line that cannot be written is dropped. It may contain names
+/// that others have chosen.
 pub fn note(line: impl Display) {
+    let line = line.to_string().replace(|c| !"\n\t".contains(c) && is_deceptive(c), "?");
     // Each line is one write, so that lines of several threads do not mix.
     let _ = io::stderr().lock().write_all(format!("{line}\n").as_bytes());
 }

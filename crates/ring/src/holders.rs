@@ -5,6 +5,7 @@
 
 use std::os::fd::AsFd;
 
+use crate::text::is_deceptive;
 use crate::witness::{self, Question};
 
 /// Kind of the question for the holders of locks. The numbers are those of device and inode.
@@ -39,7 +40,7 @@ pub fn holders(fd: impl AsFd) -> Vec<Holder> {
 /// Answers the question of another process for holders of locks.
 pub fn answer(numbers: [u64; 2]) -> String {
     let line = |holder: Holder| {
-        let name = holder.name.replace(char::is_control, " ");
+        let name = holder.name.replace(is_deceptive, " ");
         format!("{} {} {name}\n", holder.pid, u8::from(holder.leaving))
     };
     look(numbers).into_iter().map(line).collect()

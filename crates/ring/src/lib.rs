@@ -86,6 +86,7 @@ pub mod semaphore;
 mod silence;
 pub mod small_file;
 mod socket;
+pub mod text;
 pub mod threads;
 mod topology;
 pub mod ublk;

@@ -28,7 +28,7 @@ pub fn print(options: &CtlOptions, since: Option<&str>) -> anyhow::Result<()> {
 fn line(event: &Event) -> String {
     let (name, disk, what) = words(&event.what);
     let text = format!("{}  {name:<20}  {disk:<12}  {what}", utc(event.time_us));
-    text.trim_end().replace(char::is_control, "?")
+    blockyard_ring::text::clean(text.trim_end())
 }
 
 /// Returns the name of an event, its disk, and what it says.

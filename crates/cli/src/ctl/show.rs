@@ -103,7 +103,7 @@ fn upgraded(done: &Upgraded) -> String {
 
 /// Returns a text without control characters, which could change what a terminal has shown.
 pub(super) fn clean(text: &str) -> String {
-    text.replace(char::is_control, "?")
+    blockyard_ring::text::clean(text)
 }
 
 /// Returns rows with aligned columns. Control characters of names do not reach the terminal.

@@ -200,7 +200,7 @@ fn print(text: &str) -> Result<(), Failure> {
 /// Returns text from an image without control characters, which could change what a terminal has
 /// shown, or add a line.
 fn printable(text: &str) -> String {
-    text.replace(char::is_control, "?")
+    blockyard_ring::text::clean(text)
 }
 
 fn print_json(value: &impl serde::Serialize) -> Result<(), Failure> {

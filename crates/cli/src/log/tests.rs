@@ -35,6 +35,13 @@ fn queue() -> (&'static Queue, Sender<Result<(), i32>>, Receiver<String>) {
 }
 
 #[test]
+fn a_message_hides_nothing() {
+    let shown = |text: &str| String::from_utf8(visible(text.as_bytes()).into_owned()).unwrap();
+    assert_eq!(shown("disk \u{202e}a\u{2069} \u{1b}[32mok\n"), "disk ?a? \u{1b}[32mok\n");
+    assert!(matches!(visible("caf\u{e9}\n".as_bytes()), Cow::Borrowed(_)));
+}
+
+#[test]
 fn a_blocked_stream_blocks_no_caller_and_dropped_messages_are_counted() {
     let (queue, answer, written) = queue();
     queue.push(b"first\n");

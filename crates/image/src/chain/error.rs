@@ -3,6 +3,7 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use blockyard_ring::text::clean;
 use blockyard_storage::OpenError;
 
 use crate::error::ImageError;
@@ -26,7 +27,7 @@ impl fmt::Display for Role {
 /// Returns a text that an image contains, without control characters. They could change lines that
 /// a terminal has shown, or look like another line of a log.
 fn shown(text: &str) -> String {
-    text.replace(char::is_control, "?")
+    clean(text)
 }
 
 /// Error of opening a chain.

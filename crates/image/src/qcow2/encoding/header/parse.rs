@@ -1,5 +1,7 @@
 //! Parses a header and checks every field before its use.
 
+use blockyard_ring::text::is_deceptive;
+
 use super::*;
 use crate::qcow2::encoding::bytes::{be32, be64};
 
@@ -202,7 +204,7 @@ impl Header {
         let name = String::from_utf8_lossy(&entry[2..]);
         // The name is printed: drop control characters of a hostile image.
         let name: String =
-            name.trim_end_matches('\0').chars().filter(|c| !c.is_control()).collect();
+            name.trim_end_matches('\0').chars().filter(|c| !is_deceptive(*c)).collect();
         format!("\"{name}\" (incompatible feature bit {bit})")
     }
 
