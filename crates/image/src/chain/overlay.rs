@@ -212,12 +212,7 @@ impl Chain {
                     }
                 };
                 if !is_allowed {
-                    let what = format!(
-                        "its backing file {} lies outside the allowed folders: put the overlay \
-                         beside it, or allow its folder (--backing-folder)",
-                        path.display()
-                    );
-                    return Err(ImageError::refused(OVERLAY, what));
+                    return Err(ImageError::refused(OVERLAY, self.outside(&path)));
                 }
             }
         }
@@ -237,6 +232,22 @@ impl Chain {
         } else {
             name.into()
         })
+    }
+
+    /// Says what to do about an overlay that may not name a file.
+    fn outside(&self, path: &Path) -> String {
+        let (file, folder) = (path.display(), folder(path).display());
+        let what = format!(
+            "its backing file {file} lies outside the allowed folders: put the overlay beside it, \
+             into {folder}"
+        );
+        match self.top().format {
+            // A raw image names no files, so its disk has no such folders.
+            Format::Raw => what,
+            _ => format!(
+                "{what}, or allow that folder (key backing-folders of the disk, --backing-folder)"
+            ),
+        }
     }
 
     fn plan(
