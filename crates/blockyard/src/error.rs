@@ -75,7 +75,7 @@ impl From<YardError> for Error {
             YardError::NameTaken { .. } => ErrorKind::NameTaken,
             YardError::Open(_) | YardError::Device { .. } => ErrorKind::Open,
             YardError::Export { .. } => ErrorKind::Export,
-            YardError::Flush { .. } => ErrorKind::Flush,
+            YardError::Flush { .. } | YardError::NotFlushed { .. } => ErrorKind::Flush,
             _ => ErrorKind::Other,
         };
         let what = match &error {

@@ -32,6 +32,11 @@ pub enum YardError {
     Work(#[from] WorkError),
     #[error("disk \"{disk}\": finding the image's size")]
     Size { disk: String, source: io::Error },
+    #[error(
+        "disk \"{disk}\": the image could not be flushed now, and no write is lost: the server keeps \
+         what is missing, and the next flush tries again. {remedy}"
+    )]
+    NotFlushed { disk: String, remedy: &'static str },
     #[error("disk \"{disk}\": the image could not be flushed, writes may be lost: the log has why")]
     Flush { disk: String },
     #[error(

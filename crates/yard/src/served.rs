@@ -326,9 +326,19 @@ impl ServedDisk {
         // A drained disk has no write that is not durable, and a sync would wait for its end.
         let is_durable = self.disk.is_drained() && self.disk.poisoned().is_none();
         let is_flushed = is_durable || blockyard_export::sync_always(&self.disk, reactors);
-        is_flushed
-            .then_some(())
-            .ok_or_else(|| YardError::Flush { disk: self.settings.name.clone() })
+        if is_flushed {
+            return Ok(());
+        }
+        let disk = self.settings.name.clone();
+        Err(match self.disk.poisoned() {
+            Some(_) => YardError::Flush { disk },
+            None if self.disk.paused() > 0 => {
+                let remedy =
+                    "Its requests wait for space on the host: free some, then `ctl resume`";
+                YardError::NotFlushed { disk, remedy }
+            }
+            None => YardError::NotFlushed { disk, remedy: "The log has why" },
+        })
     }
 
     /// Grows the topmost image, and notifies clients.

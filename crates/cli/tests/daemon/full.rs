@@ -264,6 +264,9 @@ fn a_disk_whose_replay_needs_space_waits_for_it() {
     assert_eq!(guest.write(0, &data), status::OK);
     let rest = std::fs::write(case.mount.0.join("rest"), vec![1; SIZE]);
     assert_eq!(rest.unwrap_err().kind(), std::io::ErrorKind::StorageFull);
+    // The server keeps what it cannot write, and says so.
+    let refused = case.ctl(&["flush", "disk"]);
+    assert!(refused.err.contains("no write is lost"), "{}", refused.err);
     let mut command = std::process::Command::new(crate::common::BLOCKYARD);
     command.arg("serve").arg(case.mount.0.join("disk.qcow2")).args(&case.options);
     command.arg("--vhost-user").arg(case.folder.join("s"));
