@@ -438,6 +438,14 @@ impl Operator for Server {
         if !(1..=MAX_DRAIN_SECONDS).contains(&seconds) {
             return Err(invalid("seconds", &format!("it is 1 to {MAX_DRAIN_SECONDS}")));
         }
+        if self.info(name)?.is_drained {
+            let what = format!(
+                "disk \"{name}\" is drained already, and its time goes on: `ctl resume {}` ends that \
+                 drain",
+                shell(name)
+            );
+            return Err(Problem::new(Kind::Conflict, what));
+        }
         let begun = self.yard.begin_drain(name, Duration::from_secs(seconds));
         outcome(name, "drain", begun, STORAGE_TIME)?;
         Ok(Drained { name: name.into(), seconds })

@@ -56,7 +56,13 @@ fn a_drained_disk_holds_requests_until_it_is_resumed() {
     server.good("POST", "/v1/disks/a/refresh", Value::Null);
     server.good("PATCH", "/v1/disks/a", json!({ "weight": 200 }));
     let busy = server.bad("POST", "/v1/disks/a/drain", "{}", 409);
-    assert!(busy["detail"].as_str().unwrap().contains("drain of this disk is under way"), "{busy}");
+    assert!(
+        busy["detail"]
+            .as_str()
+            .unwrap()
+            .contains("is drained already, and its time goes on: `ctl resume "),
+        "{busy}"
+    );
     let cache = r#"{"cache": "writeback"}"#;
     let refused = server.bad("PATCH", "/v1/disks/a?force=true", cache, 409);
     assert!(refused["detail"].as_str().unwrap().contains("it is drained"), "{refused}");
