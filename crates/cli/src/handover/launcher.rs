@@ -15,9 +15,9 @@ use std::ffi::OsString;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::os::unix::process::CommandExt;
+use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::path::PathBuf;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -36,6 +36,9 @@ pub const ARGUMENT: &str = "--launcher";
 
 /// Longest time for the start of a process, and for its answer.
 const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Answer about a process that has not ended. No process has this status.
+const RUNS: i32 = -1;
 
 static LAUNCHER: Mutex<Option<(UnixStream, Number)>> = Mutex::new(None);
 
@@ -65,6 +68,8 @@ enum Order {
     Start,
     /// Kill the process of this number.
     Kill(i32),
+    /// Return the status of this process, as wait(2) has it, if it has ended.
+    Ended(i32),
 }
 
 /// Starts the next server, with `connection` as its standard input. Returns its process.
@@ -75,6 +80,12 @@ pub fn launch(connection: OwnedFd) -> anyhow::Result<i32> {
 /// Kills a process. Fails if [`launch`] has not started it.
 pub fn kill(pid: i32) -> anyhow::Result<()> {
     order(Order::Kill(pid), &[]).map(|_| ())
+}
+
+/// Returns how a process that [`launch`] has started has ended. None: it runs.
+pub fn ended(pid: i32) -> anyhow::Result<Option<String>> {
+    let status = order(Order::Ended(pid), &[])?;
+    Ok((status != RUNS).then(|| ExitStatus::from_raw(status).to_string()))
 }
 
 fn order(order: Order, fds: &[BorrowedFd<'_>]) -> anyhow::Result<i32> {
@@ -108,8 +119,12 @@ fn ask(
 /// Runs the launcher until its server ends.
 pub fn run(mut command_line: impl Iterator<Item = OsString>) -> anyhow::Result<()> {
     let program = command_line.next().context("the program is missing")?.into();
-    let launcher =
-        Launcher { program, arguments: command_line.collect(), started: HashMap::default() };
+    let launcher = Launcher {
+        program,
+        arguments: command_line.collect(),
+        started: HashMap::default(),
+        last: None,
+    };
     launcher.serve(&UnixStream::from(inherited_connection()?))
 }
 
@@ -118,6 +133,8 @@ struct Launcher {
     arguments: Vec<OsString>,
     /// The processes that it has started and that run, by number.
     started: HashMap<i32, Started>,
+    /// The process that has ended last, and its status.
+    last: Option<(i32, i32)>,
 }
 
 struct Started {
@@ -136,6 +153,7 @@ impl Launcher {
             let answer = match order {
                 Order::Start => self.start(fds.pop().context("the connection is missing")?),
                 Order::Kill(pid) => self.kill(pid),
+                Order::Ended(pid) => self.ended(pid),
             };
             let answer = serde_json::to_vec(&(number, answer.map_err(|e| format!("{e:#}"))))?;
             parcel::send(server, &answer, &[], Instant::now() + PATIENCE)?;
@@ -154,10 +172,31 @@ impl Launcher {
                 result => result?,
             };
             let is_sent = !waits[0].revents().is_empty();
-            self.started.retain(|_, started| matches!(started.child.try_wait(), Ok(None)));
+            self.note_ends();
             if is_sent {
                 return Ok(());
             }
+        }
+    }
+
+    fn note_ends(&mut self) {
+        let last = &mut self.last;
+        self.started.retain(|pid, started| match started.child.try_wait() {
+            Ok(None) => true,
+            Ok(Some(status)) => {
+                *last = Some((*pid, status.into_raw()));
+                false
+            }
+            Err(_) => false,
+        });
+    }
+
+    fn ended(&mut self, pid: i32) -> anyhow::Result<i32> {
+        self.note_ends();
+        let last = self.last.filter(|(last, _)| *last == pid).map(|(_, status)| status);
+        match self.started.contains_key(&pid) {
+            true => Ok(RUNS),
+            false => last.context("it has started no such process"),
         }
     }
 
@@ -207,8 +246,6 @@ pub fn own_arguments() -> Vec<OsString> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::process::ExitStatusExt;
-
     use super::*;
 
     #[test]
@@ -219,6 +256,7 @@ mod tests {
             program: "/bin/sh".into(),
             arguments: ["-c", script].map(OsString::from).into(),
             started: HashMap::default(),
+            last: None,
         };
         let thread = std::thread::spawn(move || launcher.serve(&end));
         let (connection, theirs) = UnixStream::pair().unwrap();
@@ -230,9 +268,19 @@ mod tests {
         let mut other = Command::new("sleep").arg("1000").spawn().unwrap();
         let refused = ask(&server, 3, &Order::Kill(other.id() as i32), &[]).unwrap_err();
         assert_eq!(refused.to_string(), "it runs no such process");
-        ask(&server, 4, &Order::Kill(pid), &[]).unwrap();
+        assert_eq!(ask(&server, 4, &Order::Ended(pid), &[]).unwrap(), RUNS);
+        ask(&server, 5, &Order::Kill(pid), &[]).unwrap();
         // The end of the process closes its connection.
         assert!(parcel::receive(&connection, Instant::now() + PATIENCE).unwrap().is_none());
+        let mut number = 5;
+        let status = loop {
+            number += 1;
+            match ask(&server, number, &Order::Ended(pid), &[]).unwrap() {
+                RUNS => std::thread::yield_now(),
+                status => break status,
+            }
+        };
+        assert_eq!(ExitStatus::from_raw(status).signal(), Some(9));
         assert_eq!(other.try_wait().unwrap(), None, "the other process runs on");
         other.kill().unwrap();
         assert_eq!(other.wait().unwrap().signal(), Some(9));

@@ -1,6 +1,6 @@
 //! The old server of a hand-over.
 
-use std::io;
+use std::io::{self, ErrorKind};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
@@ -25,6 +25,7 @@ use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
 use blockyard_storage::Program;
 use blockyard_yard::{DiskState, HeldOpenings, Job, JobKind, JobState};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::away::Away;
@@ -254,9 +255,11 @@ pub fn hand_over(
 
 fn watch(pid: i32) -> anyhow::Result<(Pid, OwnedFd)> {
     let pid = Pid::from_raw(pid).context("the new server has no process number here")?;
-    let process = rustix::process::pidfd_open(pid, PidfdFlags::empty())
-        .context("watching the new server's process")?;
-    Ok((pid, process))
+    match rustix::process::pidfd_open(pid, PidfdFlags::empty()) {
+        Ok(process) => Ok((pid, process)),
+        Err(Errno::SRCH) => Err(io::Error::from(Errno::SRCH)).context("the new server has ended"),
+        Err(e) => Err(e).context("watching the new server's process"),
+    }
 }
 
 /// Reports to both sides why a hand-over does not begin.
@@ -527,7 +530,8 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
             );
         }
         let pid = launcher::launch(theirs.into())?;
-        return hand_over(server, ours, pid, true, alone);
+        let outcome = hand_over(server, ours, pid, true, alone);
+        return outcome.map_err(|e| with_end(e, launcher::ended(pid).ok().flatten()));
     }
     let binary = binary.map_or_else(launcher::own_binary, Ok)?;
     let mut command = Command::new(&binary);
@@ -539,10 +543,28 @@ pub fn upgrade(server: &Server, binary: Option<PathBuf>) -> anyhow::Result<Upgra
     drop(command);
     let pid = child.id() as i32;
     let outcome = hand_over(server, ours, pid, true, alone);
-    if outcome.is_err() {
+    outcome.map_err(|e| {
+        // If it has ended by itself, this is its own status.
+        let ended = child.try_wait().ok().flatten();
         // A hand-over that did not begin has not ended it.
         let _ = child.kill();
         let _ = child.wait();
+        with_end(e, ended.map(|status| status.to_string()))
+    })
+}
+
+/// Adds how the new server has ended to the error of a connection that it has closed.
+fn with_end(error: anyhow::Error, status: Option<String>) -> anyhow::Error {
+    let is_closed = |e: &io::Error| {
+        let kind = e.kind();
+        let by_end = [ErrorKind::UnexpectedEof, ErrorKind::BrokenPipe, ErrorKind::ConnectionReset];
+        by_end.contains(&kind) || e.raw_os_error() == Some(Errno::SRCH.raw_os_error())
+    };
+    let is_closed = error.chain().any(|e| e.downcast_ref().is_some_and(is_closed));
+    match status.filter(|_| is_closed) {
+        Some(status) => error.context(format!(
+            "the new server has ended by itself ({status}); its messages are in this server's log"
+        )),
+        None => error,
     }
-    outcome
 }

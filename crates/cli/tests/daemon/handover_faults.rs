@@ -174,6 +174,22 @@ fn a_call_that_changes_disks_is_refused_during_an_upgrade() {
     daemon.stop();
 }
 
+/// It ends before it says anything, as a program does that lacks a library.
+#[test]
+fn a_new_server_that_ends_at_once_is_named_with_its_status() {
+    let case = Case::new();
+    // In a sandbox the server would not start this program.
+    let (daemon, [_, good]) = serve(&case, &["--sandbox", "off"]);
+    let silent = script(&case, "silent", "exit 7");
+    for _ in 0..2 {
+        let done = ctl(&case, &["upgrade", "--binary", silent.to_str().unwrap()]);
+        let why = "not upgraded: the new server has ended by itself (exit status: 7)";
+        assert!(done.err.contains(why), "{}", done.err);
+    }
+    works(&mut Guest::connect(&good), 1);
+    daemon.stop();
+}
+
 #[test]
 fn a_new_server_without_room_for_a_front_ends_memory_leaves_the_old_one_serving() {
     let case = Case::new();
