@@ -50,6 +50,7 @@ mod supervisor;
 mod toolstack;
 mod top;
 mod unopened;
+mod waits;
 mod xen;
 
 use std::process::ExitCode;

@@ -7,14 +7,13 @@
 //! served as the file says, its old configuration stays.
 
 mod compare;
+mod report;
 
-use std::collections::{BTreeSet, HashMap, HashSet};
+use std::collections::{HashMap, HashSet};
 use std::sync::{MutexGuard, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use blockyard_control::events::What;
-use blockyard_control::types::{DiskChange, FailedDisk, GroupChange, Ignored, Reload};
-use blockyard_yard::{Resized, YardError};
+use blockyard_control::types::{DiskChange, FailedDisk, Ignored, Reload};
 use toml::Table;
 
 use crate::book::{Entry, HeldDisk, HoldError};
@@ -25,9 +24,10 @@ use crate::disks::check;
 use crate::exports::bound::{self, Address, Bound};
 use crate::identities::Images;
 use crate::options::disk::DiskArgs;
-use crate::server::{AddError, Adding, RemoveError, STORAGE_TIME, Server};
+use crate::server::{Adding, RemoveError, STORAGE_TIME, Server, wait_unless};
 use crate::{reopening, sandbox};
 use compare::{compare, is_same, may_be_stale, of_file, stale, was_kept};
+use report::{group_changes, log_others, log_size, note, note_new, summary, without};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [
@@ -69,10 +69,13 @@ struct Closed {
 impl Server {
     /// Applies the current configuration file. Logs an error and changes nothing if it is wrong.
     pub fn reload(&self) {
+        let hurry = self.waits.hurry();
         let Some(only) = self.exclude_reloads_within(PATIENCE) else {
-            tracing::error!("not reloaded: another reload or an upgrade runs");
+            let waits = self.waits.describe();
+            tracing::error!("not reloaded: another reload or an upgrade runs{waits}");
             return;
         };
+        drop(hurry);
         if let Err(e) = self.apply_and_tell(&only, false) {
             tracing::error!("not reloaded: {e:#}");
         }
@@ -81,7 +84,14 @@ impl Server {
     /// Like `reload`, without the log line about an error. `dry_run`: returns what would change,
     /// and changes nothing. Returns `None` if another reload or an upgrade runs.
     pub fn try_reload(&self, dry_run: bool) -> Option<anyhow::Result<Reload>> {
-        let only = self.try_exclude_reloads()?;
+        let only = match dry_run || !self.waits.are_there() {
+            true => self.try_exclude_reloads()?,
+            // The one that runs ends its wait for storage that hangs.
+            false => {
+                let _hurry = self.waits.hurry();
+                self.exclude_reloads_within(PATIENCE)?
+            }
+        };
         Some(self.apply_and_tell(&only, dry_run))
     }
 
@@ -427,12 +437,13 @@ impl Server {
 
     /// Makes all answered writes of a disk durable, before it is closed.
     fn flush_within(&self, disk: &str, limit: Duration) -> anyhow::Result<()> {
-        match self.yard.begin_flush(disk)?.wait_at_most(limit) {
+        let (begun, listed) = (Instant::now(), self.waits.list(disk, "is flushed"));
+        match wait_unless(self.yard.begin_flush(disk)?, limit, || listed.is_over()) {
             Ok(flushed) => Ok(flushed?),
             Err(_goes_on) => anyhow::bail!(
                 "disk \"{disk}\" stays as it is: its flush has not ended after {} s and goes on; its \
                  storage may not answer",
-                limit.as_secs()
+                begun.elapsed().as_secs()
             ),
         }
     }
@@ -507,77 +518,6 @@ fn conflicts(config: &Config, plan: &Reload, served: &[Entry], images: &Images) 
         Some(FailedDisk { disk: args.name(), error })
     });
     failed.collect()
-}
-
-fn summary(done: &anyhow::Result<Reload>) -> What {
-    let error = done.as_ref().err().map(|e| format!("{e:#}"));
-    let count = |of: fn(&Reload) -> usize| done.as_ref().map_or(0, of) as u64;
-    What::Reloaded {
-        added: count(|done| done.added.len()),
-        changed: count(|done| done.changed.len()),
-        removed: count(|done| done.removed.len()),
-        failed: count(|done| done.failed.len()),
-        groups: count(|done| done.groups.len()),
-        error,
-    }
-}
-
-/// Logs the size of a disk after a resize of its image.
-fn log_size(disk: &str, size: Result<Option<Resized>, YardError>) {
-    match size {
-        Ok(Some(size)) => {
-            tracing::info!(disk, bytes = size.new, old = size.old, "the image has a new size")
-        }
-        Ok(None) => {}
-        Err(e) => tracing::error!(disk, "{:#}", anyhow::Error::from(e)),
-    }
-}
-
-/// Returns the groups of both files with the keys that differ. A group that one file lacks differs
-/// in all its keys.
-fn group_changes(old: &Table, new: &Table) -> Vec<GroupChange> {
-    let names: BTreeSet<_> = old.keys().chain(new.keys()).collect();
-    let change = |name: &String| {
-        let keys = changes(&inner(old, name), &inner(new, name));
-        (!keys.is_empty()).then(|| GroupChange { group: name.clone(), keys })
-    };
-    names.into_iter().filter_map(change).collect()
-}
-
-/// Logs changes that are not those of disks.
-fn log_others(plan: &Reload) {
-    for Ignored { change, reason } in &plan.ignored {
-        let change = describe(std::slice::from_ref(change));
-        tracing::warn!("not applied: {change}: {reason}");
-    }
-    if !plan.nbd.is_empty() {
-        tracing::info!("changed for NBD: {}", describe(&plan.nbd));
-    }
-    for GroupChange { group, keys } in &plan.groups {
-        tracing::info!(group, "changed: {}", describe(keys));
-    }
-}
-
-/// Logs that a change of a disk failed.
-fn note(disk: &str, error: &anyhow::Error) -> FailedDisk {
-    tracing::error!(disk, "{error:#}");
-    FailedDisk { disk: disk.into(), error: format!("{error:#}") }
-}
-
-/// Logs that a disk cannot be added.
-fn note_new(disk: &str, error: AddError) -> FailedDisk {
-    let error = format!("{:#}", anyhow::Error::from(error));
-    tracing::error!(disk, "the disk cannot be served as configured: {error}");
-    FailedDisk { disk: disk.into(), error }
-}
-
-/// Returns the plan without what failed.
-fn without(plan: Reload, failed: Vec<FailedDisk>) -> Reload {
-    let names: HashSet<_> = failed.iter().map(|failed| &failed.disk).collect();
-    let added = plan.added.into_iter().filter(|disk| !names.contains(disk)).collect();
-    let removed = plan.removed.into_iter().filter(|disk| !names.contains(disk)).collect();
-    let changed = plan.changed.into_iter().filter(|c| !names.contains(&c.disk)).collect();
-    Reload { added, removed, changed, failed, ..plan }
 }
 
 #[cfg(test)]

@@ -37,6 +37,7 @@ use crate::sandbox::Needs;
 use crate::server::{AddError, Adding, STORAGE_TIME, Server};
 use crate::toolstack::Toolstacks;
 use crate::unopened::Unopened;
+use crate::waits::Waits;
 use crate::{
     api, attach, check_config, claims, holder, journals, log, sandbox, shares, supervisor,
 };
@@ -70,9 +71,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let xen = options.xen.or(&config.xen);
     xen.check().map_err(Failure::usage)?;
     let nbd = config.nbd_settings(&options.nbd).map_err(Failure::usage)?;
-    if let Some(cpus) = &options.cpus {
-        check_cpus(cpus).map_err(Failure::usage)?;
-    }
+    options.cpus.as_ref().map_or(Ok(()), check_cpus).map_err(Failure::usage)?;
     if options.check_config {
         return check_config::run(options, &config);
     }
@@ -124,6 +123,7 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         started: Instant::now(),
         book: Book::default(),
         unopened: Unopened::default(),
+        waits: Waits::default(),
         late: Wakes::default(),
         known: Mutex::new(Known::new(&config)),
         reloading: Mutex::new(()),

@@ -26,6 +26,7 @@ use crate::late::{First, Late, Locked, Wakes, describe, describe_space};
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::unopened::Unopened;
+use crate::waits::Waits;
 use crate::{early, figures, sandbox};
 
 /// Reasons why a disk cannot be added.
@@ -172,6 +173,7 @@ impl<'a> Adding<'a> {
         let Adding { server, held, mut pending, args, settings, locked, begun } = self;
         let disk = args.name();
         let late = Late { settings, locked, ended: added_late };
+        let listed = server.waits.list(&disk, "is opening");
         let not = |error, held| Err(NotOpened { error: Box::new(error), held });
         loop {
             let left = limit.saturating_sub(begun.elapsed());
@@ -192,9 +194,10 @@ impl<'a> Adding<'a> {
                 }
                 Ok(Err(e)) => return not(AddError::of(e, &args), Some(held)),
                 Err(_) if is_stopped() => return not(AddError::Stopped { disk }, Some(held)),
-                Err(runs) if left > LOOK => runs,
+                Err(runs) if left > LOOK && !listed.is_over() => runs,
                 Err(runs) => {
                     late.serve(server, held, First::Runs(runs));
+                    let limit = begun.elapsed();
                     return not(AddError::GoesOn { disk, limit }, None);
                 }
             }
@@ -215,6 +218,8 @@ pub struct Server {
     pub book: Book,
     /// Disks of the configuration that could not be opened.
     pub unopened: Unopened,
+    /// Commands that wait for storage.
+    pub waits: Waits,
     /// Wakes disks that are served later.
     pub late: Wakes,
     /// The configuration file that is in effect.
@@ -319,6 +324,7 @@ impl Server {
         limit: Duration,
         forget: impl FnOnce(),
     ) -> Result<bool, RemoveError> {
+        let _listed = self.waits.list(&held.args().name(), "is closing");
         match end_within(&self.yard, held, limit).map_err(RemoveError::Yard)? {
             Ok((held, is_flushed)) => {
                 forget();
@@ -339,6 +345,7 @@ impl Server {
         held: HeldDisk<'a>,
         limit: Duration,
     ) -> Result<(HeldDisk<'a>, bool), RemoveError> {
+        let _listed = self.waits.list(&held.args().name(), "is closing");
         let ended = end_within(&self.yard, held, limit).map_err(RemoveError::Yard)?;
         ended.map_err(|(held, late)| self.still_ends(held, late, limit))
     }
@@ -477,6 +484,22 @@ fn end_within<'a>(
     match yard.begin_remove(&held.args().name()).wait_at_most(limit) {
         Ok(done) => ended(held, done).map(Ok),
         Err(late) => Ok(Err((held, late))),
+    }
+}
+
+/// Waits at most `limit`, and not when `is_over`.
+pub fn wait_unless<T>(
+    mut pending: Pending<T>,
+    limit: Duration,
+    is_over: impl Fn() -> bool,
+) -> Result<Result<T, YardError>, Pending<T>> {
+    let begun = Instant::now();
+    loop {
+        let left = limit.saturating_sub(begun.elapsed());
+        pending = match pending.wait_at_most(left.min(LOOK)) {
+            Err(runs) if left > LOOK && !is_over() => runs,
+            done => return done,
+        };
     }
 }
 

@@ -145,9 +145,12 @@ impl Server {
 
     /// Excludes reloads. Other calls that keep changes end soon, so this waits for them.
     pub(super) fn exclude_reloads(&self) -> Answer<MutexGuard<'_, ()>> {
-        let what = "a reload or an upgrade runs: try again when it has ended";
         let only = self.exclude_reloads_within(CHANGE_TIME);
-        only.ok_or_else(|| Problem::new(Kind::Conflict, what))
+        only.ok_or_else(|| {
+            let waits = self.waits.describe();
+            let what = format!("a reload or an upgrade runs{waits}: try again when it has ended");
+            Problem::new(Kind::Conflict, what)
+        })
     }
 
     /// Returns an error if the disk restricts its NBD clients without effect.
@@ -510,7 +513,9 @@ impl Operator for Server {
 
     fn reload(&self, dry_run: bool) -> Answer<Reload> {
         let Some(done) = self.try_reload(dry_run) else {
-            let what = "another reload or an upgrade runs: try again when it has ended";
+            let waits = self.waits.describe();
+            let what =
+                format!("another reload or an upgrade runs{waits}: try again when it has ended");
             return Err(Problem::new(Kind::Conflict, what));
         };
         done.map_err(|e| Problem::new(Kind::Failed, format!("not reloaded: {e:#}")))

@@ -124,21 +124,17 @@ impl HandOvers {
         (!self.is_done()).then_some(change)
     }
 
-    /// Waits until no call changes disks, and excludes such calls.
-    fn exclude_changes(&self) -> Result<RwLockWriteGuard<'_, ()>, NotNow> {
+    /// Waits until no call changes disks, and excludes such calls. None: one has not ended.
+    fn exclude_changes(&self) -> Option<RwLockWriteGuard<'_, ()>> {
         let until = Instant::now() + CALLS_TIME;
         loop {
             match self.changes.try_write() {
-                Ok(alone) => return Ok(alone),
-                Err(TryLockError::Poisoned(alone)) => return Ok(alone.into_inner()),
+                Ok(alone) => return Some(alone),
+                Err(TryLockError::Poisoned(alone)) => return Some(alone.into_inner()),
                 Err(TryLockError::WouldBlock) if Instant::now() < until => {
                     std::thread::sleep(CALLS_PAUSE);
                 }
-                Err(TryLockError::WouldBlock) => {
-                    let what = "a call that adds, changes or removes a disk has not ended: try \
-                                again later";
-                    return Err(NotNow(what.into()));
-                }
+                Err(TryLockError::WouldBlock) => return None,
             }
         }
     }
@@ -167,10 +163,19 @@ impl<'a> Alone<'a> {
                 return Err(NotNow("another hand-over runs".into()));
             }
         };
-        let what = "a reload, or a call that keeps a change, has not ended: try again later";
+        let not_ended = |what: &str| {
+            let waits = server.waits.describe();
+            NotNow(format!("{what} has not ended{waits}: try again later"))
+        };
+        // Calls that wait for storage which hangs end their wait.
+        let hurry = server.waits.hurry();
         let reloading = server.exclude_reloads_within(CALLS_TIME);
-        let _reloading = reloading.ok_or_else(|| NotNow(what.into()))?;
-        let _changes = server.hand_overs.exclude_changes()?;
+        let _reloading =
+            reloading.ok_or_else(|| not_ended("a reload, or a call that keeps a change,"))?;
+        let changes = server.hand_overs.exclude_changes();
+        let _changes =
+            changes.ok_or_else(|| not_ended("a call that adds, changes or removes a disk"))?;
+        drop(hurry);
         if let Some(job) = server.yard.jobs().iter().find(|job| will_change_configuration(job)) {
             return Err(NotNow(format!(
                 "a snapshot of disk \"{}\" that is kept has not ended: try again later",

@@ -278,6 +278,7 @@ fn a_disk_whose_removal_hangs_keeps_its_name_and_delays_no_other() {
     server.good("DELETE", "/v1/disks/b", Value::Null);
     assert_eq!(server.names(), ["a"]);
     let problem = server.bad("POST", "/v1/upgrade", "{}", 409);
-    assert!(problem["detail"].as_str().unwrap().contains("try again later"), "{problem}");
+    let why = problem["detail"].as_str().unwrap();
+    assert!(why.contains("disk \"a\", which is closing (`ctl show a`): try again later"), "{why}");
     drop(guest);
 }

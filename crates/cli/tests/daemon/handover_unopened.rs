@@ -270,3 +270,46 @@ fn a_server_ends_with_a_disk_that_is_locked() {
     kept.holder.stop();
     assert!(!kept.case.folder.join("a.s").exists());
 }
+
+/// A reload waits up to 10 minutes for the storage of a new disk.
+#[test]
+fn a_reload_that_waits_for_storage_is_named_and_delays_no_upgrade() {
+    let case = Case::new();
+    let storage = Storage::new(&case);
+    let (daemon, mut guest) = serve(&case);
+    let (old, config) = (daemon.pid() as i32, case.folder.join("config.toml"));
+    let [slow, socket] = ["slow", "slow.s"].map(|name| case.folder.join(name));
+    let text = std::fs::read_to_string(&config).unwrap();
+    let disk = format!(
+        "[[disk]]\nname = \"slow\"\nimage = \"nbd+unix:///far?socket={}\"\n\
+         vhost-user = {socket:?}\nnbd-timeout = 300\n",
+        slow.display()
+    );
+    std::fs::write(&config, text + &disk).unwrap();
+    let new = std::thread::scope(|scope| {
+        let reloaded = scope.spawn(|| ctl(&case, &["reload"]));
+        let first = storage.asked();
+        let refused = ctl(&case, &["reload", "--dry-run"]);
+        for part in ["it has waited for ", "disk \"slow\", which is opening (`ctl show slow`)"] {
+            assert!(refused.err.contains(part), "{}", refused.err);
+        }
+        let shown = ctl(&case, &["upgrade", "--json"]).good();
+        let reloaded = reloaded.join().unwrap();
+        assert!(
+            reloaded.out.contains("is still opening after 2 s, and goes on"),
+            "{}",
+            reloaded.out
+        );
+        drop(first);
+        until("the old server has ended", SOON, || !is_running(old));
+        let shown: serde_json::Value = serde_json::from_str(&shown).unwrap();
+        shown["pid"].as_u64().unwrap() as i32
+    });
+    works(&mut guest, 2);
+    let asked = storage.asked();
+    let server = storage.answer(asked);
+    is_served(&case);
+    guest.leave();
+    end_server(new);
+    server.stop();
+}
