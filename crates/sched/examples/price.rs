@@ -4,7 +4,8 @@
 //! One thread. Each value is the median of several rounds. "alone": one disk has the device to
 //! itself. "inside": several disks, all within their share. "waits": all disks exceed their share;
 //! each operation waits and is admitted when an earlier one completes. The time that it spends
-//! waiting is not counted.
+//! waiting is not counted. "one busy beside": one disk works beside disks that have worked before
+//! and are idle.
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -102,10 +103,30 @@ fn waits(count: usize) -> f64 {
     })
 }
 
+/// Returns the time of an operation of one busy disk beside `idle` disks that have worked before.
+fn beside_idle(idle: usize) -> f64 {
+    let shares = disks(idle + 1);
+    let mut clock = Clock(1_000_000_000);
+    let mut request = |share: &ReactorShare| {
+        let now = clock.tick();
+        share.done(now, black_box(share).ask(now, &READ).expect("the device is idle"));
+    };
+    shares.iter().for_each(&mut request);
+    median(|| {
+        let start = Instant::now();
+        (0..OPERATIONS).for_each(|_| request(&shares[idle]));
+        start.elapsed().as_nanos() as f64 / OPERATIONS as f64
+    })
+}
+
 fn main() {
     println!("{:>6}  {:>10}  {:>10}", "disks", "inside", "waits");
     println!("{:>6}  {:>7.0} ns  {:>10}", "1", inside(1), "(alone)");
     for count in [2, 10, 100, 1000] {
         println!("{count:>6}  {:>7.0} ns  {:>7.0} ns", inside(count), waits(count));
+    }
+    println!("\n{:>10}  {:>15}", "idle disks", "one busy beside");
+    for idle in [1, 100, 1000, 4000] {
+        println!("{idle:>10}  {:>12.0} ns", beside_idle(idle));
     }
 }

@@ -33,6 +33,8 @@ pub(crate) struct Account {
     pub is_queued: AtomicBool,
     /// Whether the disk was over its share in the last control period.
     pub is_over_share: AtomicBool,
+    /// Whether the device's control periods visit the disk.
+    pub is_active: AtomicBool,
     /// Whether the disk is held until a probe ends.
     pub held: AtomicBool,
     /// Whether the disk itself has a reservation.
@@ -63,6 +65,8 @@ pub(crate) struct Account {
     pub within_at: AtomicU64,
     /// Time of the last period in which the disk had operations.
     pub busy_at: AtomicU64,
+    /// The disk's key among the resting disks ([`crate::device`]).
+    pub rested_at: AtomicU64,
     /// The disk's number on the device.
     pub number: OnceLock<usize>,
     /// Effective weight: the disk's own weight, or its part of the group's weight. The value holds
@@ -202,6 +206,13 @@ struct Reader {
     last: [u64; 8],
 }
 
+impl Reader {
+    /// Returns whether the reactor has dropped the counters, and the device has taken all counts.
+    fn is_spent(&self) -> bool {
+        Arc::strong_count(&self.counters) == 1 && self.counters.all() == self.last
+    }
+}
+
 /// Counters of one control period; see [`Account`].
 pub(crate) struct Counts {
     pub busy: bool,
@@ -240,6 +251,7 @@ impl Account {
             awake: AtomicBool::default(),
             is_queued: AtomicBool::default(),
             is_over_share: AtomicBool::default(),
+            is_active: AtomicBool::default(),
             held: AtomicBool::default(),
             is_reserved: AtomicBool::default(),
             present: AtomicBool::default(),
@@ -255,6 +267,7 @@ impl Account {
             counters: Mutex::default(),
             within_at: AtomicU64::default(),
             busy_at: AtomicU64::default(),
+            rested_at: AtomicU64::default(),
             number: OnceLock::new(),
             weight: AtomicU64::default(),
             rate: AtomicU64::new(1f64.to_bits()),
@@ -372,7 +385,11 @@ impl Account {
     /// Returns counters for a further reactor.
     pub fn new_counters(&self) -> Arc<Counters> {
         let counters = Arc::<Counters>::default();
-        self.counters().push(Reader { counters: counters.clone(), ..Reader::default() });
+        let mut readers = self.counters();
+        // No control period visits a disk without operations, so nothing else removes the counters
+        // of reactors that have closed it.
+        readers.retain(|reader| !reader.is_spent());
+        readers.push(Reader { counters: counters.clone(), ..Reader::default() });
         counters
     }
 

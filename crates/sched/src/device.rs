@@ -18,17 +18,21 @@
 //!
 //! Source: P. Goyal, H. M. Vin, H. Cheng, "Start-time Fair Queueing", SIGCOMM 1996.
 
+mod accounts;
 mod complete;
 mod drained;
 mod gaps;
 mod period;
 mod stalls;
 
+use std::collections::HashMap;
 use std::sync::atomic::{
     AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering::Relaxed, Ordering::SeqCst,
 };
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
+
+use accounts::Accounts;
 
 use crate::Time;
 use crate::account::{Account, Counters, InFlight};
@@ -113,7 +117,9 @@ pub struct Device {
 #[derive(Debug)]
 struct State {
     wait_list: WaitList,
-    accounts: Vec<Option<Arc<Account>>>,
+    accounts: Accounts,
+    /// Sum of the weights of the busy disks of each group, by the group's address.
+    group_weights: HashMap<usize, u64>,
     window: InFlightWindow,
     period_began: Time,
     /// Number of short control periods that still follow.
@@ -121,8 +127,6 @@ struct State {
     probe: Probe,
     /// Number of probes so far.
     probes: u32,
-    /// Number of disks that are present.
-    present: usize,
     aged: Time,
 }
 
@@ -168,13 +172,13 @@ impl Device {
         let window = InFlightWindow::new(class, calibration.window_ns);
         let state = State {
             wait_list: WaitList::default(),
-            accounts: Vec::new(),
+            accounts: Accounts::default(),
+            group_weights: HashMap::new(),
             window,
             period_began: 0,
             short_periods: 0,
             probe: Probe::default(),
             probes: 0,
-            present: 0,
             aged: 0,
         };
         Device {
@@ -250,13 +254,7 @@ impl Device {
     pub(crate) fn join(&self, account: &Arc<Account>) -> usize {
         let mut state = self.state();
         account.start_tag.store(self.virtual_time.0.load(SeqCst), Relaxed);
-        let free = state.accounts.iter().position(Option::is_none);
-        let number = free.unwrap_or(state.accounts.len());
-        match free {
-            Some(at) => state.accounts[at] = Some(account.clone()),
-            None => state.accounts.push(Some(account.clone())),
-        }
-        number
+        state.accounts.join(account)
     }
 
     /// Removes a disk.
@@ -266,11 +264,11 @@ impl Device {
         while state.wait_list.pop_of(number).is_some() {
             self.waiting.fetch_sub(1, SeqCst);
         }
-        let left = state.accounts[number].take();
+        let left = state.accounts.leave(number);
         let now = self.next_period_at.load(Relaxed);
         // Only the disks of one group divide a weight.
         if left.is_some_and(|account| account.group().is_some()) {
-            self.update_weights(&state, now);
+            self.update_weights(&mut state, now);
         }
         // The disk may have held the probe's timer.
         self.end_probe(&mut state, now);
@@ -340,6 +338,7 @@ impl Device {
         let sync =
             Operation { kind: OperationKind::Flush, bytes: 0, sequential: false, requests: 0 };
         let cost = self.costs.of(&sync);
+        self.activate(account);
         account.began();
         self.charge(account, now, cost, &sync, Advance::Disk);
         self.grant(account, now, cost, &sync)
@@ -481,7 +480,7 @@ impl Device {
                 break;
             }
             let Some((disk, tag)) = wait_list.pop_head() else { break };
-            let Some(account) = &accounts[disk] else { continue };
+            let Some(account) = accounts.get(disk) else { continue };
             let own = account.start_tag.load(Relaxed);
             if before(tag, own) {
                 // Another operation of the disk has begun since the tag was stored, so the disk's

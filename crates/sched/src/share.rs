@@ -238,8 +238,7 @@ impl Share {
     pub fn charge_more(&self, operations: u64, bytes: u64) {
         if let Some(device) = &self.device {
             let cost = device.costs().of_more(operations, bytes);
-            self.account.start_tag.fetch_add(self.account.virtual_cost(cost), Relaxed);
-            self.account.costs_more(cost);
+            device.charge_more(&self.account, cost);
         }
     }
 
@@ -364,7 +363,10 @@ impl Share {
         let get = |sum: &AtomicU64| sum.load(Relaxed);
         let sums = &self.account.sums;
         Figures {
-            weight: self.account.weight(),
+            weight: match &self.device {
+                Some(device) => device.weight_of(&self.account),
+                None => self.account.weight(),
+            },
             owed_ns: get(&sums.owed_ns),
             used_ns: get(&sums.used_ns),
             donated_ns: get(&sums.donated_ns),

@@ -145,9 +145,11 @@ impl WaitList {
         }
     }
 
-    /// Wakes the first operation of each disk, without admitting it.
+    /// Wakes the first operation of each disk that waits, without admitting it.
     pub fn wake_first(&self) {
-        (0..self.queues.len()).for_each(|disk| self.wake_first_of(disk));
+        let mut disks = self.disks();
+        disks.sort_unstable();
+        disks.into_iter().for_each(|disk| self.wake_first_of(disk));
     }
 
     /// Wakes the first operation of a disk, without admitting it.

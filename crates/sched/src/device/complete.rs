@@ -15,6 +15,7 @@ impl Device {
         if now >= self.stall_at.load(Relaxed) {
             self.end_stall(now, self.baseline.at_least(grant.class));
         }
+        self.activate(account);
         // What the image answers is no work of the device. Its short time says nothing about the
         // device, and would hide how long other operations take.
         if !grant.is_idle {
@@ -48,6 +49,13 @@ impl Device {
             counters.stalled(service.saturating_sub(expected));
         }
         counters.served(grant.cost_ns, service, now.saturating_sub(grant.arrived), expected);
+    }
+
+    /// Charges a disk for cost in addition to that of its requests.
+    pub(crate) fn charge_more(&self, account: &Account, cost: u64) {
+        self.activate(account);
+        account.start_tag.fetch_add(account.virtual_cost(cost), Relaxed);
+        account.costs_more(cost);
     }
 
     /// Frees the part of the window that an operation took.

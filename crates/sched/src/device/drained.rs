@@ -9,9 +9,9 @@
 //! They slow down all that is in flight, also what fills the window. So while one of them is in
 //! flight, each disk may have one operation in flight, whatever the window has room for.
 
-use std::sync::Arc;
 use std::sync::atomic::Ordering::SeqCst;
 
+use super::accounts::Accounts;
 use super::{Advance, Device, Grant};
 use crate::Time;
 use crate::account::Account;
@@ -22,6 +22,7 @@ impl Device {
     /// Admits an operation that cannot wait.
     pub(crate) fn force(&self, account: &Account, now: Time, operation: &Operation) -> Grant {
         let cost = self.costs.of_request(operation);
+        self.activate(account);
         account.began();
         self.charge(account, now, cost, operation, Advance::Disk);
         self.began_forced(account);
@@ -65,17 +66,12 @@ impl Device {
 
     /// Admits one operation of each disk that waits, has nothing in flight, and is not in a gap, if
     /// operations that take no room are in flight.
-    pub(super) fn admit_idle(
-        &self,
-        wait_list: &mut WaitList,
-        accounts: &[Option<Arc<Account>>],
-        now: Time,
-    ) {
+    pub(super) fn admit_idle(&self, wait_list: &mut WaitList, accounts: &Accounts, now: Time) {
         if self.forced.load(SeqCst) == 0 {
             return;
         }
         for disk in wait_list.disks() {
-            let Some(account) = &accounts[disk] else { continue };
+            let Some(account) = accounts.get(disk) else { continue };
             if account.in_flight.get().0 > 0 {
                 continue;
             }

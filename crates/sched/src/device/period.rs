@@ -4,16 +4,14 @@
 //! In: the disks' counters. Out: the window, margins and weights that operations read without the
 //! lock.
 
-use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
-use super::{ABSENT_NS, Device, MARGIN, QUIET_NS, State};
+use super::{Device, MARGIN, QUIET_NS, State};
 use crate::Time;
 use crate::account::Account;
 use crate::group::Group;
 use crate::in_flight_window::{PROTECTION_NS, PeriodStats};
-use crate::wait_list::before;
 
 /// A disk that gets this multiple of its share of what completes counts as over its share.
 const MUCH: f64 = 1.5;
@@ -29,21 +27,26 @@ impl Device {
     #[cold]
     pub(super) fn wake(&self, account: &Account, now: Time) {
         let mut state = self.state();
-        account.awake.store(true, Relaxed);
+        let state = &mut *state;
+        if self.add_active(state, account) && account.group().is_some() {
+            account.set_weight(weight_of(state, account, now), self.virtual_time.0.load(SeqCst));
+        }
+        let was_absent = state.accounts.wake(account);
         account.busy_at.store(now, Relaxed);
         // What the disk did before its rest says nothing about it now.
         account.is_over_share.store(false, Relaxed);
         account.is_queued.store(account.waiting.load(Relaxed) > 0, Relaxed);
-        if !account.present.swap(true, Relaxed) {
-            self.update_presence(&mut state, now);
-            let part = state.window.unprotected_size() / state.present.max(1) as f64;
+        if was_absent {
+            self.update_presence(state, now);
+            let present = state.accounts.present().max(1);
+            let part = state.window.unprotected_size() / present as f64;
             account.set_margin((part * MARGIN) as u64);
         }
         if self.is_shared() && state.window.protect(now) {
-            self.publish_window(&state);
+            self.publish_window(state);
             // What the disks did until now says nothing about the window that begins.
             let _ =
-                take_stats(&state, now, now.saturating_sub(state.period_began), self.max_held_ns);
+                take_stats(state, now, now.saturating_sub(state.period_began), self.max_held_ns);
             state.period_began = now;
             state.short_periods = SHORT_PERIODS;
             let end = now + state.window.period() / SHORT;
@@ -51,52 +54,71 @@ impl Device {
         }
     }
 
+    /// Lets control periods visit a disk that has an operation. Not every operation wakes its disk:
+    /// a drain and a sync do not.
+    #[inline]
+    pub(super) fn activate(&self, account: &Account) {
+        if !account.is_active.load(Relaxed) {
+            self.add_active(&mut self.state(), account);
+        }
+    }
+
+    /// Adds a disk to the active ones. Returns false if it is one of them.
+    #[cold]
+    fn add_active(&self, state: &mut State, account: &Account) -> bool {
+        let is_new = state.accounts.activate(account);
+        if is_new {
+            // A disk that has rested has no lead. Its tag may be so old that it compares as ahead.
+            account.start_tag.store(self.virtual_time.0.load(SeqCst), Relaxed);
+        }
+        is_new
+    }
+
     /// Updates which disks are present, and their effective weights.
     fn update_presence(&self, state: &mut State, now: Time) {
-        let present = state.accounts.iter().flatten().filter(|a| a.present.load(Relaxed)).count();
+        let present = state.accounts.present();
         if present > 1 && !self.is_shared() {
             // Until now only one disk was present, and it competed with no other. So its start tag
             // must not count as a lead.
             let tag = self.virtual_time.0.load(SeqCst);
-            state
-                .accounts
-                .iter()
-                .flatten()
-                .for_each(|account| account.start_tag.store(tag, Relaxed));
+            state.accounts.active().for_each(|account| account.start_tag.store(tag, Relaxed));
         }
         self.shared.store(present > 1, Relaxed);
-        state.present = present;
         self.update_weights(state, now);
     }
 
     /// Divides the weight of each group among its busy disks (as blk-iocost flattens its
-    /// hierarchy).
-    pub(super) fn update_weights(&self, state: &State, now: Time) {
-        let accounts = || state.accounts.iter().flatten();
-        let mut sums: HashMap<*const Group, u64> = HashMap::new();
-        for account in accounts().filter(|a| a.is_busy(now, QUIET_NS)) {
+    /// hierarchy). A disk that is not active gets its weight when it begins to work.
+    pub(super) fn update_weights(&self, state: &mut State, now: Time) {
+        let State { accounts, group_weights, .. } = state;
+        group_weights.clear();
+        for account in accounts.active().filter(|account| account.is_busy(now, QUIET_NS)) {
             if let Some(group) = account.group() {
-                *sums.entry(Arc::as_ptr(group)).or_default() += u64::from(account.own_weight());
+                *group_weights.entry(address(group)).or_default() +=
+                    u64::from(account.own_weight());
             }
         }
-        for account in accounts() {
-            let own = u64::from(account.own_weight());
-            let weight = match account.group() {
-                None => own as f64,
-                Some(group) => {
-                    let busy = sums.get(&Arc::as_ptr(group)).copied().unwrap_or(0);
-                    // An idle disk gets its part as soon as it has operations.
-                    let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
-                    f64::from(group.weight()) * own as f64 / sum as f64
-                }
-            };
-            account.set_weight(weight, self.virtual_time.0.load(SeqCst));
+        let device = self.virtual_time.0.load(SeqCst);
+        for account in state.accounts.active() {
+            account.set_weight(weight_of(state, account, now), device);
         }
     }
 
     /// Updates the effective weights after a change of knobs.
     pub(crate) fn reweigh(&self, now: Time) {
-        self.update_weights(&self.state(), now);
+        let mut state = self.state();
+        self.update_weights(&mut state, now);
+        let device = self.virtual_time.0.load(SeqCst);
+        let rest = state.accounts.all().filter(|account| !account.is_active.load(Relaxed));
+        rest.for_each(|account| account.set_weight(weight_of(&state, account, now), device));
+    }
+
+    /// Returns the effective weight of a disk, also of one that is not active.
+    pub(crate) fn weight_of(&self, account: &Account) -> f64 {
+        if account.group().is_none() || account.is_active.load(Relaxed) {
+            return account.weight();
+        }
+        weight_of(&self.state(), account, Time::MAX)
     }
 
     fn publish_window(&self, state: &State) {
@@ -131,26 +153,12 @@ impl Device {
         let length = state.window.period() / if is_short { SHORT } else { 1 };
         self.next_period_at.store(now + length, Relaxed);
         let tag = self.virtual_time.0.load(SeqCst);
-        for account in state.accounts.iter().flatten() {
-            // Start tags wrap around. A tag that falls behind by half of the range would compare as
-            // ahead.
-            let _ = account
-                .start_tag
-                .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
-            if account.is_idle() && now > account.busy_at.load(Relaxed) + state.window.period() {
-                account.awake.store(false, Relaxed);
-            }
-            if account.present.load(Relaxed)
-                && !account.is_busy(now, ABSENT_NS)
-                && account.is_idle()
-            {
-                account.present.store(false, Relaxed);
-            }
-        }
+        state.accounts.rest(now, state.window.period(), tag);
         self.update_presence(state, now);
         // The device may have been idle before. Measure at most the last two periods.
         let stats =
             take_stats(state, now, elapsed.min(2 * state.window.period()), self.max_held_ns);
+        state.accounts.retire(now, self.is_shared().then_some(tag));
         self.was_shared.store(stats.busy_disks > 1, Relaxed);
         let stats = PeriodStats { in_flight_ns: self.in_flight.0.load(Relaxed), ..stats };
         self.watch_stalls(state, now, &stats);
@@ -162,8 +170,8 @@ impl Device {
             self.baseline.age();
         }
         let wants_probe = state.window.wants_probe(&stats, state.probe.age(now));
-        let mut accounts = state.accounts.iter().flatten();
-        let is_measurable = accounts.any(|a| a.awake.load(Relaxed) && !a.is_over_share());
+        let is_measurable =
+            state.accounts.active().any(|a| a.awake.load(Relaxed) && !a.is_over_share());
         if wants_probe && stats.has_excess && is_measurable && state.probe.may_begin(now) {
             self.begin_probe(state, now);
         }
@@ -177,10 +185,10 @@ impl Device {
         self.stall_at.store(Time::MAX, Relaxed);
         self.quiet_samples.store(0, Relaxed);
         state.probes = state.probes.wrapping_add(1).max(1);
-        for account in state.accounts.iter().flatten() {
+        for account in state.accounts.active() {
             account.held.store(account.is_over_share(), Relaxed);
         }
-        let others = state.accounts.iter().flatten().filter(|a| !a.held.load(Relaxed));
+        let others = state.accounts.active().filter(|a| !a.held.load(Relaxed));
         for account in others.cloned().collect::<Vec<_>>() {
             self.admit_all(state, &account, now, false);
         }
@@ -194,7 +202,7 @@ impl Device {
         let period = state.window.period();
         while state.probe.is_on() {
             let drained = || {
-                let held = state.accounts.iter().flatten().filter(|a| a.held.load(Relaxed));
+                let held = state.accounts.active().filter(|a| a.held.load(Relaxed));
                 // Operations that take no room may last much longer than the device works for them.
                 held.map(|a| a.in_flight.get().1).sum::<u64>() == 0
             };
@@ -234,7 +242,7 @@ impl Device {
         state.window.probed(&shown, is_quick);
         self.publish_window(state);
         self.quiet_probe.store(0, Relaxed);
-        state.accounts.iter().flatten().for_each(|account| account.held.store(false, Relaxed));
+        state.accounts.active().for_each(|account| account.held.store(false, Relaxed));
         // The window must not follow what the disks did during the probe.
         let _ = take_stats(state, now, now.saturating_sub(state.period_began), self.max_held_ns);
         state.period_began = now;
@@ -244,10 +252,24 @@ impl Device {
     }
 }
 
+/// Returns the effective weight of a disk: its own weight, or its part of the group's weight. An
+/// idle disk gets its part as soon as it has operations.
+fn weight_of(state: &State, account: &Account, now: Time) -> f64 {
+    let own = u64::from(account.own_weight());
+    let Some(group) = account.group() else { return own as f64 };
+    let busy = state.group_weights.get(&address(group)).copied().unwrap_or(0);
+    let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
+    f64::from(group.weight()) * own as f64 / sum as f64
+}
+
+fn address(group: &Arc<Group>) -> usize {
+    Arc::as_ptr(group).addr()
+}
+
 /// Collects what the disks have counted since the last period.
 pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) -> PeriodStats {
     let mut stats = PeriodStats { elapsed_ns: elapsed, ..PeriodStats::default() };
-    let accounts = || state.accounts.iter().flatten();
+    let accounts = || state.accounts.active();
     let capacity = state.window.capacity();
     let counts: Vec<_> = accounts().map(|account| account.take_counts(now, elapsed)).collect();
     let weights: f64 =
