@@ -4,13 +4,14 @@ use std::cell::Cell;
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use blockyard::{
-    Access, Device, Disk, ErrorKind, Extent, Fill, Handle, Lent, Limits, Map, Place, Question,
-    Shape, Target, Yard,
+    Access, CacheMode, Device, Disk, ErrorKind, Extent, Files, Fill, Handle, Lent, Limits, Map,
+    OwnFile, Place, Question, Shape, Target, Yard,
 };
 
 mod common;
@@ -450,4 +451,53 @@ fn a_request_in_many_places_that_are_known_is_a_hit() {
     guest.write(0, &expected);
     let after = handle.figures();
     assert_eq!((after.hits, after.misses), (before.hits + 1, before.misses));
+}
+
+/// Counts the flushes that run at the same time.
+struct Flushes {
+    file: OwnFile,
+    running: Cell<u64>,
+    most: Arc<AtomicU64>,
+}
+
+impl Device for Flushes {
+    async fn read(&self, _: u64, _: Lent) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn write(&self, _: u64, _: Lent) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        self.running.set(self.running.get() + 1);
+        self.most.fetch_max(self.running.get(), Ordering::SeqCst);
+        // Meanwhile other requests come.
+        for _ in 0..20 {
+            self.file.sync().await?;
+        }
+        self.running.set(self.running.get() - 1);
+        Ok(())
+    }
+}
+
+/// Each of these writes is durable, so each has a flush. Of two flushes at a time the kernel reports
+/// lost data to one only.
+#[test]
+fn a_device_has_one_flush_at_a_time() {
+    let scratch = Scratch::new("flushes");
+    let most = Arc::new(AtomicU64::new(0));
+    let counted = most.clone();
+    let target = Target::device("flushes", SHAPE, async move |mut files: Files, _| {
+        Ok(Flushes { file: files.own.remove(0), running: Cell::new(0), most: counted })
+    });
+    let target = target.file(scratch.file("file", &[]), Access::Write);
+    let disk = Disk::target("flushes", target).cache(CacheMode::Writethrough);
+    let yard = Yard::start(1).unwrap();
+    yard.serve(disk.vhost_user(scratch.path("socket"))).unwrap();
+    let mut guest = Guest::connect(&scratch.path("socket"));
+    // They are no neighbours, which would be one request.
+    guest.write_at_once(&[0, 2, 4, 6, 8, 10, 12, 14].map(|block| block * 4096));
+    drop(guest);
+    assert_eq!(most.load(Ordering::SeqCst), 1);
 }

@@ -154,6 +154,21 @@ impl Guest {
         (0..offsets.len() as u16).map(read).collect()
     }
 
+    /// Writes 4096 zeroes at each of these offsets, all at once.
+    pub fn write_at_once(&mut self, offsets: &[usize]) {
+        let queue = &mut self.0.queues[0];
+        for (slot, offset) in (0..).zip(offsets) {
+            queue.submit(slot, request::OUT, *offset as u64 / 512, Data::ToDevice(4096));
+        }
+        queue.publish().unwrap();
+        while queue.in_flight() > 0 {
+            match queue.reap().unwrap() {
+                Some((_, status)) => assert_eq!(status, status::OK),
+                None => queue.sleep(Some(LIMIT)).unwrap(),
+            }
+        }
+    }
+
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
         assert_eq!(self.try_write(offset, bytes), status::OK);
     }
