@@ -70,7 +70,9 @@ impl Lent {
     }
 
     /// Returns segments for an operation on the calling thread. The request is not answered before
-    /// they are dropped.
+    /// they are dropped. It is public for the files of a target only, because [`Segments`] are no
+    /// part of the library.
+    #[doc(hidden)]
     pub fn segments(&self) -> io::Result<Segments> {
         self.shared.segments(self.start, self.len)
     }

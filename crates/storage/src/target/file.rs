@@ -44,7 +44,9 @@ impl OwnFile {
         OwnFile(Rc::new(Inner { path, medium: Medium::Host(file) }))
     }
 
-    /// Returns a file on a simulated disk.
+    /// Returns a file on a simulated disk. It is public for `blockyard::testing` only, because a
+    /// [`SimDisk`] is no part of the library.
+    #[doc(hidden)]
     pub fn simulated(disk: SimDisk) -> Self {
         OwnFile(Rc::new(Inner { path: "simulated".into(), medium: Medium::Sim(disk) }))
     }

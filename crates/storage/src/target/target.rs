@@ -224,7 +224,9 @@ impl Target {
         }
     }
 
-    /// Opens the files and starts the target. `cache`: how data files are opened.
+    /// Opens the files and starts the target. `cache`: how data files are opened. It is public for
+    /// `Yard::serve` only, because an [`OpenTarget`] is no part of the library.
+    #[doc(hidden)]
     pub fn open(self, cache: CacheMode) -> Result<Arc<OpenTarget>, TargetError> {
         self.check()?;
         let name = self.name.clone();
