@@ -31,7 +31,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use messages::{close, pair, receive, send};
+use messages::{Closers, pair, receive, send};
 
 /// Most descriptors of a key. The kernel passes at most 253 with a message.
 pub const MOST_FDS: usize = 240;
@@ -96,6 +96,7 @@ struct Holder {
     /// Whether the log says that disks are not kept. A front end that changes its session must not
     /// flood it.
     has_noted_loss: bool,
+    closers: Closers,
     /// Restarts that are possible now, and when their number was last counted.
     restarts: u64,
     counted: Instant,
@@ -206,6 +207,7 @@ impl Holder {
             refusals: 0,
             is_ending: false,
             has_noted_loss: false,
+            closers: Closers::default(),
             restarts: BURST,
             counted: Instant::now(),
             program: [0; MOST_PATH],
@@ -313,6 +315,7 @@ impl Holder {
             if pid <= 0 {
                 return None;
             }
+            self.closers.ended(pid);
             if pid == self.server
                 && let Some(status) = self.follow(status)
             {
@@ -414,7 +417,7 @@ impl Holder {
         match message.split_first() {
             // What is kept under the key is out of date: with it, a server would read other memory.
             rest if got.is_cut => {
-                close(fds);
+                self.close(fds);
                 self.note_loss(
                     b"blockyard holder: no descriptors are left (ulimit -n): disks are not kept\n",
                 );
@@ -433,7 +436,7 @@ impl Holder {
                 let (pid, process) = number_of(rest);
                 self.other = process.map(|process| Other { pid, process, has_served: false });
             }
-            _ => close(fds),
+            _ => self.close(fds),
         }
         true
     }
@@ -462,6 +465,13 @@ impl Holder {
         (self.is_ready, self.refusals) = (true, 0);
     }
 
+    /// Closes descriptors that were received. Never waits.
+    fn close(&mut self, fds: &[RawFd]) {
+        if !self.closers.close(fds) {
+            self.note_loss(b"blockyard holder: old sockets stay open: too many do not close\n");
+        }
+    }
+
     /// Reports once that a disk is not kept.
     fn note_loss(&mut self, text: &[u8]) {
         if !std::mem::replace(&mut self.has_noted_loss, true) {
@@ -480,10 +490,11 @@ impl Holder {
         let free = || self.slots.iter().position(|slot| slot.count == 0);
         let Some(place) = self.place(key).or_else(free) else {
             self.note_loss(b"blockyard holder: no room for more disks: some are not kept\n");
-            return close(fds);
+            return self.close(fds);
         };
+        let Slot { fds: old, count, .. } = self.slots[place];
+        self.close(&old[..count]);
         let slot = &mut self.slots[place];
-        close(&slot.fds[..slot.count]);
         slot.key[..key.len()].copy_from_slice(key);
         slot.fds[..fds.len()].copy_from_slice(fds);
         (slot.key_len, slot.count) = (key.len(), fds.len());
@@ -491,9 +502,9 @@ impl Holder {
 
     fn forget(&mut self, key: &[u8]) {
         if let Some(place) = self.place(key) {
-            let slot = &mut self.slots[place];
-            close(&slot.fds[..slot.count]);
-            slot.count = 0;
+            let Slot { fds, count, .. } = self.slots[place];
+            self.slots[place].count = 0;
+            self.close(&fds[..count]);
         }
     }
 

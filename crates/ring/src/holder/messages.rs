@@ -4,13 +4,69 @@ use std::io;
 use std::os::fd::{FromRawFd, OwnedFd, RawFd};
 use std::time::Duration;
 
+use rustix::process::Signal;
+
 use super::{MOST_FDS, check};
 
 /// How long the holder waits for a server that does not read what it has asked for.
 const SEND_TIME: Duration = Duration::from_secs(1);
 const SEND: rustix::net::sockopt::Timeout = rustix::net::sockopt::Timeout::Send;
 
-pub(super) fn close(fds: &[RawFd]) {
+/// Most processes that close sockets at the same time.
+const MOST_CLOSERS: usize = 16;
+
+/// Processes that close sockets. Another process can block the last close of a socket: one in its
+/// queue may linger. The holder must never wait for that, and has no threads.
+#[derive(Default)]
+pub(super) struct Closers([libc::pid_t; MOST_CLOSERS]);
+
+impl Closers {
+    /// Closes descriptors that the holder has received. Returns false if no process can close
+    /// them: then they stay open.
+    pub(super) fn close(&mut self, fds: &[RawFd]) -> bool {
+        if !fds.iter().any(|fd| is_socket(*fd)) {
+            close_all(fds);
+            return true;
+        }
+        let Some(free) = self.0.iter_mut().find(|pid| **pid == 0) else { return false };
+        let parent = rustix::process::getpid();
+        let flags = libc::CLONE_FILES | libc::SIGCHLD;
+        // SAFETY: the process has this one's table of descriptors and a copy of its memory. It
+        // makes system calls only.
+        let pid = unsafe { libc::syscall(libc::SYS_clone, flags, 0, 0, 0, 0) };
+        if pid == 0 {
+            // The table must not outlive this process.
+            let killed = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
+            if killed.is_ok() && rustix::process::getppid() == Some(parent) {
+                close_all(fds);
+            }
+            // SAFETY: it ends at once.
+            unsafe { libc::_exit(0) };
+        }
+        *free = pid.max(0) as libc::pid_t;
+        pid > 0
+    }
+
+    #[cfg(test)]
+    pub(super) fn numbers(&self) -> Vec<libc::pid_t> {
+        self.0.iter().copied().filter(|pid| *pid > 0).collect()
+    }
+
+    /// Notes that a process has ended.
+    pub(super) fn ended(&mut self, pid: libc::pid_t) {
+        self.0.iter_mut().filter(|closer| **closer == pid).for_each(|closer| *closer = 0);
+    }
+}
+
+fn is_socket(fd: RawFd) -> bool {
+    // SAFETY: the kernel writes the status, which is plain data.
+    unsafe {
+        let mut status: libc::stat = std::mem::zeroed();
+        libc::fstat(fd, &mut status) == 0 && status.st_mode & libc::S_IFMT == libc::S_IFSOCK
+    }
+}
+
+pub(super) fn close_all(fds: &[RawFd]) {
     for fd in fds {
         // SAFETY: the holder has received the descriptor, and uses it nowhere else.
         unsafe { libc::close(*fd) };
@@ -71,7 +127,7 @@ pub(super) fn receive(socket: RawFd, bytes: &mut [u8], fds: &mut [RawFd]) -> Opt
                     let fd = data.add(at).read_unaligned();
                     match fds.get_mut(count) {
                         Some(place) => (*place, count) = (fd, count + 1),
-                        None => close(&[fd]),
+                        None => close_all(&[fd]),
                     }
                 }
             }

@@ -1,5 +1,8 @@
 //! A holder without a process: the test is its server.
 
+use std::io::Write;
+use std::net::{TcpListener, TcpStream};
+use std::os::unix::net::UnixStream;
 use std::os::unix::process::ExitStatusExt;
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -19,6 +22,7 @@ fn holder() -> (Holder, OwnedFd) {
         refusals: 0,
         is_ending: false,
         has_noted_loss: false,
+        closers: Closers::default(),
         restarts: BURST,
         watched: None,
         other: None,
@@ -68,7 +72,7 @@ fn all(holder: &mut Holder, socket: &OwnedFd) -> Vec<(Vec<u8>, usize)> {
         let (mut bytes, mut fds) = ([0; MOST_BYTES], [-1; MOST_FDS]);
         let got = receive(socket.as_raw_fd(), &mut bytes, &mut fds).expect("an answer");
         let (len, count) = (got.len, got.count);
-        close(&fds[..count]);
+        messages::close_all(&fds[..count]);
         match bytes[0] {
             kind::KEEP => found.push((bytes[1..len].to_vec(), count)),
             kind::END => return found,
@@ -324,4 +328,47 @@ fn a_socket_without_a_server_is_left_after_its_last_message() {
     // The only event that is left is that of a signal.
     rustix::io::write(&holder.signals, &1u64.to_ne_bytes()).unwrap();
     assert!(!holder.wait(FOR_EVER).unwrap().is_left);
+}
+
+/// Returns a connection with a last close that lasts for an hour, and its peer.
+fn lingering() -> (TcpStream, TcpStream) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let mut ours = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+    let (theirs, _) = listener.accept().unwrap();
+    let hour = Some(Duration::from_secs(3600));
+    rustix::net::sockopt::set_socket_linger(&ours, hour).unwrap();
+    ours.set_nonblocking(true).unwrap();
+    while ours.write(&[0; 1 << 16]).is_ok() {}
+    ours.set_nonblocking(false).unwrap();
+    (ours, theirs)
+}
+
+/// If the holder closed the socket, this test would never end.
+#[test]
+fn a_socket_that_does_not_close_does_not_stop_the_holder() {
+    let (mut holder, socket) = holder();
+    let mut peers = Vec::new();
+    let mut most = Vec::new();
+    for round in 0..20 {
+        let (queue, sender) = UnixStream::pair().unwrap();
+        let (ours, theirs) = lingering();
+        send(sender.as_raw_fd(), b"x", &[ours.as_raw_fd()]).unwrap();
+        drop((ours, sender));
+        peers.push(theirs);
+        tell(&mut holder, &socket, kind::KEEP, b"disk", Some(queue.into()));
+        most.push(holder.closers.numbers().len());
+        assert!(holder.has_noted_loss == (round > 16), "{round}: {most:?}");
+    }
+    assert_eq!(most[..3], [0, 1, 2]);
+    assert_eq!(most.last(), Some(&16));
+    // Each close ends now, and makes room for another one.
+    drop(peers);
+    for pid in holder.closers.numbers() {
+        let pid = rustix::process::Pid::from_raw(pid);
+        rustix::process::waitpid(pid, rustix::process::WaitOptions::empty()).unwrap();
+        holder.closers.ended(pid.unwrap().as_raw_nonzero().get());
+    }
+    assert_eq!(holder.closers.numbers().len(), 0);
+    holder.forget(b"disk");
+    assert_eq!(holder.closers.numbers().len(), 1);
 }
