@@ -1,7 +1,8 @@
 //! Memory of another process that is mapped into this one.
 //!
 //! What must hold: memory is unmapped when its last user drops it, and soon afterwards if it is
-//! large. No thread that serves requests unmaps large memory.
+//! large or a guest's. No thread that serves requests unmaps the memory of a guest, however many
+//! regions it has.
 
 use std::ptr::NonNull;
 use std::sync::LazyLock;
@@ -39,7 +40,9 @@ impl Drop for Mapping {
             _charge: self.charge.take(),
             _release: self.release.take(),
         };
-        if unused.len >= LARGE
+        // A front end may have many regions that are not large, and drop all of them at once.
+        let is_guests = unused._charge.is_some() && unused._release.is_none();
+        if (unused.len >= LARGE || is_guests)
             && let Err(refused) = UNMAPPER.run(Box::new(move |()| drop(unused)))
         {
             (refused.task)(&());

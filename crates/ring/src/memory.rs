@@ -254,6 +254,8 @@ pub struct GuestMemory {
     /// Addresses of the regions in one array, for fast lookup: each descriptor may be in another
     /// region.
     spans: Vec<Span>,
+    /// The indices of the spans by host address.
+    by_host: Vec<usize>,
     last: LastHit,
 }
 
@@ -294,9 +296,11 @@ impl Clone for LastHit {
 
 impl GuestMemory {
     fn of(regions: Vec<Arc<Region>>) -> Self {
-        let spans =
+        let spans: Vec<_> =
             regions.iter().map(|r| Span { start: r.guest, len: r.len, host: r.at(0) }).collect();
-        GuestMemory { regions, spans, last: LastHit::default() }
+        let mut by_host: Vec<_> = (0..spans.len()).collect();
+        by_host.sort_unstable_by_key(|index| spans[*index].host.as_ptr() as usize);
+        GuestMemory { regions, spans, by_host, last: LastHit::default() }
     }
 
     /// Returns the regions that these host addresses are in.
@@ -389,7 +393,12 @@ impl GuestMemory {
             let within =
                 |span: &&Span| at.wrapping_sub(span.host.as_ptr() as usize) < span.len as usize;
             let last = self.spans.get(self.last.0.load(Ordering::Relaxed)).filter(within);
-            let Some(span) = last.or_else(|| self.spans.iter().find(within)) else { return };
+            let find = || {
+                let before = |index: &usize| self.spans[*index].host.as_ptr() as usize <= at;
+                let place = self.by_host.partition_point(before).checked_sub(1)?;
+                self.spans.get(self.by_host[place]).filter(within)
+            };
+            let Some(span) = last.or_else(find) else { return };
             let offset = (at - span.host.as_ptr() as usize) as u64;
             let here = (span.len - offset).min((end - at) as u64);
             range(span.start + offset, here);
