@@ -237,7 +237,7 @@ impl Inflight {
     /// Formats the part again, because the ring was stopped after its last request, and the front
     /// end says where the ring continues. Does nothing if an entry is still in flight.
     pub fn format_if_idle(&mut self) {
-        if self.unanswered().is_empty() {
+        if !self.entries().any(|entry| self.is_in_flight(entry)) {
             self.format();
         }
     }
@@ -436,10 +436,14 @@ impl Inflight {
     // The functions below serve both layouts.
 
     fn unanswered(&self) -> Vec<u16> {
-        let mut entries: Vec<u16> =
-            self.entries().filter(|e| self.slice.copy_out::<1>(self.at(*e)) == [1]).collect();
-        entries.sort_by_key(|e| self.counter_of(*e));
+        let mut entries: Vec<u16> = self.entries().filter(|e| self.is_in_flight(*e)).collect();
+        // Each counter is read once: the front end may write to them meanwhile.
+        entries.sort_by_cached_key(|e| self.counter_of(*e));
         entries
+    }
+
+    fn is_in_flight(&self, entry: u16) -> bool {
+        self.slice.copy_out::<1>(self.at(entry)) == [1]
     }
 
     fn clear_batch(&mut self) {

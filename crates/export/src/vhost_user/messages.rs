@@ -5,6 +5,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use blockyard_ring::rights;
 use vhost::vhost_user::message::{VhostUserInflight, VhostUserProtocolFeatures};
 use vhost::vhost_user::{Result, VhostUserBackendReqHandlerMut};
 
@@ -86,6 +87,9 @@ impl Session {
         if self.state.back_channel.as_ref().is_some_and(|channel| channel.is_on(&socket)) {
             return Ok(());
         }
+        // Acknowledgements have no descriptors. One that stays in the queue could block the last
+        // close of the socket.
+        rights::refuse(&socket);
         let channel = Arc::new(BackChannel::new(socket, self.state.acknowledges()));
         *super::lock(&self.export.channel) = Some(channel.clone());
         if let Some(caller) = self.caller.get() {

@@ -492,6 +492,14 @@ impl<S: Storage + 'static> Queue<S> {
         }
         let mut requests = Vec::new();
         for chain in unanswered {
+            if self.in_flight.get() >= MOST_IN_FLIGHT {
+                self.dispatch(std::mem::take(&mut requests));
+                self.until_room().await;
+            }
+            if self.suspends.get() {
+                // The rest stays in the region.
+                break;
+            }
             let head = self.core.borrow_mut().retake(&chain);
             if let Err(e) =
                 head.and_then(|head| self.begin(head, Some(chain.entry()), &mut requests))
@@ -506,6 +514,20 @@ impl<S: Storage + 'static> Queue<S> {
             }
         }
         self.dispatch(requests);
+    }
+
+    /// Waits until another request may be in flight, or until the queue must suspend.
+    async fn until_room(&self) {
+        loop {
+            self.wake.clear();
+            self.publish();
+            if self.in_flight.get() < MOST_IN_FLIGHT || self.suspends.get() {
+                return;
+            }
+            if !self.wake.arm() {
+                self.sleep(false).await;
+            }
+        }
     }
 
     /// Stops this queue until it is started again, and logs the reason. Happens once for a ring,
