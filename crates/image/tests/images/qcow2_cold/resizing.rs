@@ -335,6 +335,12 @@ fn growth_in_place_uses_no_entries_that_are_not_zero() {
     assert!(!to(2 * MIB));
     assert!(std::fs::read(&path).unwrap() == bytes);
     assert!(to(512 << 10), "the entries up to there are zero");
+    // A table must lie in the file, or the image does not open again.
+    let bytes = std::fs::read(&path).unwrap();
+    std::fs::write(&path, &bytes[..l1 + 20 * 8]).unwrap();
+    assert!(to(640 << 10));
+    assert!(!to(MIB), "the file ends before entry 32");
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), l1 as u64 + 160);
 }
 
 #[test]

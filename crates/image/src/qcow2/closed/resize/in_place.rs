@@ -17,7 +17,7 @@ use super::{Resize, may_be_resized};
 use crate::error::ImageError;
 use crate::qcow2::closed::change::OfflineChange;
 use crate::qcow2::encoding::bytes;
-use crate::qcow2::encoding::file::flush;
+use crate::qcow2::encoding::file::{flush, length};
 use crate::qcow2::encoding::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header};
 use crate::raw::Raw;
 
@@ -36,6 +36,10 @@ pub async fn grow_in_place<S: Storage>(file: &Raw<S>, wanted: Resize) -> Result<
     }
     let (needed_before, mut new) = (old.l1_needed(old.size), old.clone());
     if needed > had {
+        // The file may end in the table's last cluster. A table must lie in the file.
+        if length(file).await? < old.l1_offset + needed * 8 {
+            return Ok(false);
+        }
         let at = old.l1_offset + had * 8;
         let behind = bytes::read(file, at, ((needed - had) * 8) as usize).await;
         let behind = behind.map_err(|e| ImageError::io("qcow2 L1 table", at, "reading", e))?;
