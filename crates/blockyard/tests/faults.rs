@@ -481,8 +481,8 @@ impl Device for Flushes {
     }
 }
 
-/// Each of these writes is durable, so each has a flush. Of two flushes at a time the kernel reports
-/// lost data to one only.
+/// Each of these writes is durable, so each has a flush. Of two flushes at a time the kernel
+/// reports lost data to one only.
 #[test]
 fn a_device_has_one_flush_at_a_time() {
     let scratch = Scratch::new("flushes");
