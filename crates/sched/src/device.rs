@@ -23,6 +23,7 @@ mod complete;
 mod drained;
 mod gaps;
 mod period;
+mod reserved;
 mod stalls;
 
 use std::collections::HashMap;
@@ -320,8 +321,10 @@ impl Device {
     /// not fill the gaps between them, which would make the next one wait.
     #[inline]
     fn has_room(&self, account: &Account) -> bool {
-        if account.is_queued.load(Relaxed) {
+        if account.takes_room() {
             self.queued_in_flight.load(SeqCst) < self.room.load(Relaxed)
+        } else if account.is_queued.load(Relaxed) {
+            true
         } else {
             self.in_flight.0.load(SeqCst) < self.window.0.load(Relaxed)
         }
@@ -348,8 +351,8 @@ impl Device {
     fn grant(&self, account: &Account, now: Time, cost: u64, operation: &Operation) -> Grant {
         let held = self.held(cost);
         let others = self.in_flight.0.fetch_add(held, SeqCst);
+        let is_queued = account.takes_room();
         let (others_of_disk, own) = account.in_flight.add(held);
-        let is_queued = account.is_queued.load(Relaxed);
         if is_queued {
             self.queued_in_flight.fetch_add(held, SeqCst);
         }
@@ -452,7 +455,7 @@ impl Device {
             began: now,
             class,
             was_alone: false,
-            is_queued: !is_forced,
+            is_queued: token.takes_room(),
             is_idle: false,
             is_forced,
             probe: self.quiet_probe.load(Relaxed),
@@ -475,6 +478,8 @@ impl Device {
             let others = in_flight.saturating_sub(queued);
             let excess = others.saturating_sub(self.usual.load(Relaxed));
             let is_full = queued + excess >= self.room.load(Relaxed);
+            let head = wait_list.head().and_then(|disk| accounts.get(disk));
+            let is_full = is_full && !head.is_some_and(|head| head.has_part_left());
             if in_flight > 0 && is_full && self.is_shared() {
                 self.admit_idle(wait_list, accounts, now);
                 break;
@@ -513,6 +518,7 @@ impl Device {
         account.waiting.fetch_sub(1, Relaxed);
         // The operation may have kept the time of a gap.
         account.gap_timed.store(0, Relaxed);
+        waiter.token.set_takes_room(account.takes_room() && !waiter.token.is_forced());
         let waits = waiter.token.grant();
         if waits {
             account.began();
@@ -523,35 +529,12 @@ impl Device {
             }
             let held = self.held(waiter.cost_ns);
             self.in_flight.0.fetch_add(held, SeqCst);
-            self.queued_in_flight.fetch_add(held, SeqCst);
+            if waiter.token.takes_room() {
+                self.queued_in_flight.fetch_add(held, SeqCst);
+            }
             account.in_flight.add(held);
         }
         waits
-    }
-
-    /// Admits the disk's waiting operations while its reservation is due, even if the window is
-    /// full. Ends a probe that is over. Returns when to call this again for the probe.
-    pub(crate) fn claim(&self, account: &Account, now: Time) -> Option<Time> {
-        let mut state = self.state();
-        self.step_probe(&mut state, now);
-        let mut keeps_time = true;
-        while account.reservation_is_due(now) {
-            let Some(waiter) = state.wait_list.pop_of(account.number()) else { break };
-            self.admit_one(account, &waiter, now, Advance::Disk);
-            waiter.waker.wake();
-            keeps_time = false;
-        }
-        if self.leaves_gaps.load(Relaxed) {
-            let waiting = account.waiting.load(Relaxed);
-            self.admit_waiters(&mut state, now);
-            // It may be the caller that was admitted.
-            keeps_time &= account.waiting.load(Relaxed) == waiting;
-        }
-        if !keeps_time && (state.probe.is_on() || self.leaves_gaps.load(Relaxed)) {
-            // The operation that kept the time for the disk's others may have been admitted.
-            state.wait_list.wake_first();
-        }
-        if keeps_time { self.deadline(&state, account, now) } else { None }
     }
 
     /// Records that an operation no longer waits, although it was not admitted. It may have held

@@ -16,10 +16,12 @@
 //!    the device's queue.
 
 mod stats;
+mod steps;
 
 pub(crate) use stats::PeriodStats;
 
 use crate::baseline::Shown;
+use steps::step_for_target;
 
 /// Number of operations over which a slowdown above [`DeviceClass::max_slowdown`] is averaged. A
 /// smaller one is averaged over twice as many.
@@ -151,6 +153,10 @@ pub(crate) struct InFlightWindow {
     queued: Option<(f64, f64)>,
     /// The window does not shrink for the queue before this time, in nanoseconds.
     keeps_until: u64,
+    /// The same when the window began to grow although the device's queue seemed too long, and the
+    /// time before which it does not try that again.
+    larger: Option<(f64, f64)>,
+    grows_at: u64,
     /// Whether the baselines that the last probe measured are still made of few service times.
     is_vague: bool,
 }
@@ -196,6 +202,8 @@ impl InFlightWindow {
             deferred: None,
             queued: None,
             keeps_until: 0,
+            larger: None,
+            grows_at: 0,
             is_vague: false,
         }
     }
@@ -220,8 +228,8 @@ impl InFlightWindow {
         (2.0 * self.held()) as u64
     }
 
-    /// Returns the cost that the protected disks have in flight. Disks that wait are in the queue
-    /// with all others.
+    /// Returns the cost that the protected disks have in flight. They keep this part of the window
+    /// while they wait.
     fn held(&self) -> f64 {
         if self.has_protected { self.usually_held } else { 0.0 }
     }
@@ -249,6 +257,7 @@ impl InFlightWindow {
         self.size = self.size.min(closed).max(MIN_SIZE_NS);
         self.within = WithinShare::default();
         self.is_opening = true;
+        self.larger = None;
         self.least_in_flight = u64::MAX;
         (self.is_too_large, self.too_large_until) = (self.was_too_large, now + KEEP_NS);
         true
@@ -378,7 +387,11 @@ impl InFlightWindow {
         let most = 8.0 * self.class.queue_ns as f64;
         if step < 1.0 {
             // A window that is larger than what is in flight limits nothing.
-            self.size = self.size.min(stats.in_flight_ns as f64);
+            // What the disks within their share hold counts also if they have just stopped. Beside
+            // large operations they hold no part.
+            let has_stopped = !stats.within_in_service && !stats.over_share_is_large;
+            let missing = if has_stopped { self.held() } else { 0.0 };
+            self.size = self.size.min(stats.in_flight_ns as f64 + missing);
         }
         self.size = (self.size * step).clamp((self.held() + MIN_SIZE_NS).min(most), most);
         if self.is_protecting(now) {
@@ -532,67 +545,6 @@ impl InFlightWindow {
         let for_share = due * (1.0 - part) / (part * (1.0 - due)).max(f64::MIN_POSITIVE);
         let step = for_slowdown.max(for_share).clamp(MAX_SHRINK, 0.97);
         1.0 - (1.0 - step) * self.room() as f64 / self.size
-    }
-
-    /// Returns the factor for the window while all disks are over their share. The window grows
-    /// until the device's queue is full.
-    fn step_over_share(&mut self, now: u64, stats: &PeriodStats, rate: f64) -> f64 {
-        // The device is saturated and no disk is protected, so its rate is its present capacity.
-        self.capacity += (rate - self.capacity) * 0.02;
-        let step = self.grow_step(stats, 1.1);
-        if step >= 1.0 {
-            if step > 1.0 {
-                self.queued = None;
-            }
-            return step;
-        }
-        if now < self.keeps_until {
-            return 1.0;
-        }
-        // If a smaller window does not shorten the service times, nothing queues: the device has
-        // become slower.
-        let each = stats.total_service_ns as f64 / stats.operations.max(1) as f64;
-        let (size, longest) = *self.queued.get_or_insert((self.size, each));
-        match () {
-            () if self.size > TESTED_PART * size => step,
-            () if each > (1.0 + TESTED_PART) / 2.0 * longest => {
-                self.queued = None;
-                self.keeps_until = now + KEEP_NS;
-                size / self.size
-            }
-            () => {
-                self.queued = Some((self.size, each));
-                step
-            }
-        }
-    }
-
-    /// Returns the factor `by`, limited to 1 if operations spend too long in the device's queue.
-    fn grow_step(&self, stats: &PeriodStats, by: f64) -> f64 {
-        let most = stats.total_baseline_ns + stats.operations * self.class.queue_ns;
-        // The window that keeps the device busy if nothing queues there: its rate times the time of
-        // an operation. The expected times may be those of a device that was faster, so a smaller
-        // window might not shorten the queue.
-        let each = stats.total_baseline_ns as f64 / stats.operations.max(1) as f64;
-        let enough = self.capacity * each;
-        match stats.operations {
-            0 => 1.0,
-            _ if stats.total_service_ns > most + most / 10 => (enough / self.size).clamp(0.93, 1.0),
-            _ if stats.total_service_ns > most => 1.0,
-            _ => by,
-        }
-    }
-}
-
-/// Returns the factor for the window, from the ratio of a service time to its latency target.
-fn step_for_target(stats: &PeriodStats, ratio: f64) -> f64 {
-    match ratio {
-        _ if ratio > 1.0 && stats.over_share_exceeds(0.1 * stats.completed_cost_ns as f64) => {
-            1.0 / ratio.clamp(1.05, 1.2)
-        }
-        _ if ratio > 1.0 => 1.03,
-        _ if ratio > 0.9 => 1.0,
-        _ => 1.05,
     }
 }
 

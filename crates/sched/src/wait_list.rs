@@ -19,6 +19,8 @@ pub struct WaitToken {
     state: AtomicU8,
     /// Whether a drain admits the operation.
     is_forced: AtomicBool,
+    /// Whether the admitted operation takes room that the disks in the queue share.
+    takes_room: AtomicBool,
 }
 
 const IDLE: u8 = 0;
@@ -43,6 +45,15 @@ impl WaitToken {
 
     pub(crate) fn is_forced(&self) -> bool {
         self.is_forced.load(SeqCst)
+    }
+
+    /// Notes whether the operation takes room. Call it before [`WaitToken::grant`].
+    pub(crate) fn set_takes_room(&self, takes_room: bool) {
+        self.takes_room.store(takes_room, SeqCst);
+    }
+
+    pub(crate) fn takes_room(&self) -> bool {
+        self.takes_room.load(SeqCst)
     }
 
     fn waits(&self) -> bool {
@@ -124,6 +135,11 @@ impl WaitList {
             self.heads.push(Head { tag, disk });
         }
         self.queues[disk].push_back(waiter);
+    }
+
+    /// Returns the disk with the lowest start tag.
+    pub fn head(&self) -> Option<usize> {
+        self.heads.peek().map(|head| head.disk)
     }
 
     /// Removes the disk with the lowest start tag from the heap, and returns the disk's number and

@@ -35,6 +35,7 @@ impl Device {
         account.busy_at.store(now, Relaxed);
         // What the disk did before its rest says nothing about it now.
         account.is_over_share.store(false, Relaxed);
+        account.within_held.store(0, Relaxed);
         account.is_queued.store(account.waiting.load(Relaxed) > 0, Relaxed);
         if was_absent {
             self.update_presence(state, now);
@@ -275,6 +276,7 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
     let weights: f64 =
         accounts().zip(&counts).filter(|(_, c)| c.busy).map(|(a, _)| a.weight()).sum();
     let completed: u64 = counts.iter().map(|counts| counts.used(elapsed)).sum();
+    let any_large = counts.iter().any(|counts| counts.is_large);
     for (account, counts) in accounts().zip(&counts).filter(|(_, c)| c.busy) {
         let due = account.weight() / weights;
         // Without a wait, too, a disk may take so much that it slows others down.
@@ -296,6 +298,7 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
             stats.over_share_cost_ns += counts.cost_ns;
             stats.over_share_is_large |= counts.is_large;
             stats.over_share_weight += due;
+            account.within_held.store(0, Relaxed);
             continue;
         }
         account.within_at.store(now, Relaxed);
@@ -303,8 +306,10 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
         stats.within_in_service |= account.in_flight.get().0 > 0;
         // Little's law: the mean number in flight is the sum of the service times over the time.
         let each = (counts.cost_ns / counts.served.max(1)).min(max_held) as f64;
-        stats.within_in_flight_ns +=
-            (each * counts.service_ns as f64 / elapsed.max(1) as f64) as u64;
+        let held = (each * counts.service_ns as f64 / elapsed.max(1) as f64) as u64;
+        stats.within_in_flight_ns += held;
+        // Beside large operations disks take turns, whatever there is room for.
+        account.set_part(if any_large { 0 } else { held }, (held / 2).max(max_held));
         // A smaller window would make a disk wait that already does.
         let target = if counts.has_waited { 0 } else { account.latency_target() };
         match target {

@@ -390,3 +390,30 @@ fn a_disk_is_absent_after_ten_seconds_also_if_a_drain_gave_it_operations() {
     drop(one);
     assert_eq!(device.state().accounts.present(), 1);
 }
+
+/// The part of the window that a disk within its share holds stays its own while it waits. Else the
+/// disks in the queue would share what is left, and the device would idle.
+#[test]
+fn a_disk_within_its_share_keeps_its_part_of_the_window_while_it_waits() {
+    let [one, two] = neighbours();
+    let device = one.device().unwrap();
+    for disk in [&one, &two] {
+        let _ = disk.ask(NOW, &SMALL).unwrap();
+    }
+    let accounts = accounts(device);
+    let each = device.held(device.costs.of(&SMALL));
+    accounts[0].set_part(3 * each, each);
+    // The queue's part is full.
+    device.room.store(each, Relaxed);
+    device.queued_in_flight.store(each, SeqCst);
+    let tokens: [Arc<WaitToken>; 4] = Default::default();
+    let waits = |disk: &ReactorShare, token| disk.wait(NOW, &SMALL, token, Waker::noop());
+    waits(&one, &tokens[0]);
+    assert!(tokens[0].is_granted() && !tokens[0].takes_room());
+    waits(&two, &tokens[1]);
+    assert!(!tokens[1].is_granted(), "it has no part of its own");
+    waits(&one, &tokens[2]);
+    waits(&one, &tokens[3]);
+    assert!(!tokens[3].is_granted(), "its part is full");
+    assert_eq!(device.queued_in_flight.load(SeqCst), each);
+}

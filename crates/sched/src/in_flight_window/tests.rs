@@ -349,3 +349,63 @@ fn after_a_slowdown_the_window_grows_fast_only_for_disks_that_wait() {
     };
     assert!(growth(true) > 1.09 && growth(false) < 1.01, "{} {}", growth(true), growth(false));
 }
+
+/// A device that has become three times slower serves what is in flight at once. It completes more
+/// if more is in flight, up to 16 operations, which cost 1,000,000 ns.
+#[test]
+fn the_window_grows_if_a_larger_one_makes_no_operation_longer() {
+    let sizes = |servers: f64| {
+        let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(270_000));
+        window.capacity = 0.33;
+        let mut sizes = Vec::new();
+        for n in 0..200 {
+            let in_flight = window.size() as f64 / 62_500.0;
+            let operations = (in_flight.min(servers) * 20.0 / 3.0) as u64;
+            let each = 3_000_000.0 * (in_flight / servers).max(1.0);
+            let slow = PeriodStats {
+                completed_cost_ns: operations * 62_500,
+                over_share_cost_ns: operations * 62_500,
+                over_share_weight: 1.0,
+                operations,
+                total_baseline_ns: operations * 1_000_000,
+                total_service_ns: operations * each as u64,
+                ..stats()
+            };
+            window.adjust(n * 20_000_000, &slow, false);
+            sizes.push(window.size());
+        }
+        sizes
+    };
+    let grown = sizes(16.0);
+    assert!(grown[100] > 600_000, "{grown:?}");
+    let full = sizes(4.0);
+    assert!(full.iter().all(|size| *size < 400_000), "more would only queue: {full:?}");
+}
+
+/// In-flight cost is read at one moment. A disk within its share may have stopped just before.
+#[test]
+fn a_window_that_shrinks_keeps_the_part_of_a_disk_that_has_just_stopped() {
+    let size = |within_in_service| {
+        let mut window = InFlightWindow::new(DeviceClass::FLASH, Some(1_000_000));
+        let slowed = PeriodStats {
+            within_operations: 150,
+            within_baseline_ns: 150_000_000,
+            within_service_ns: 160_000_000,
+            within_in_flight_ns: 490_000,
+            within_in_service: true,
+            completed_cost_ns: 20_000_000,
+            over_share_cost_ns: 10_500_000,
+            operations: 320,
+            in_flight_ns: 1_000_000,
+            ..stats()
+        };
+        after(&mut window, &slowed, 4);
+        window.adjust(
+            80_000_000,
+            &PeriodStats { in_flight_ns: 500_000, within_in_service, ..slowed },
+            false,
+        );
+        window.size()
+    };
+    assert!(size(false) > 700_000 && size(true) < 700_000, "{} {}", size(false), size(true));
+}
