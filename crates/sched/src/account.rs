@@ -72,6 +72,7 @@ pub(crate) struct Account {
     pub busy_at: AtomicU64,
     /// The disk's key among the resting disks ([`crate::device`]).
     pub rested_at: AtomicU64,
+    pub name: OnceLock<String>,
     /// The disk's number on the device.
     pub number: OnceLock<usize>,
     /// Effective weight: the disk's own weight, or its part of the group's weight. The value holds
@@ -275,6 +276,7 @@ impl Account {
             short_margin: AtomicU64::default(),
             busy_at: AtomicU64::default(),
             rested_at: AtomicU64::default(),
+            name: OnceLock::new(),
             number: OnceLock::new(),
             weight: AtomicU64::default(),
             rate: AtomicU64::new(1f64.to_bits()),
@@ -376,6 +378,12 @@ impl Account {
     pub fn reservation_is_due(&self, now: Time) -> bool {
         self.reserve.is_due(now)
             || self.group.as_ref().is_some_and(|group| group.reserve.is_due(now))
+    }
+
+    /// Returns whether the reservation of the disk or of its group is not met for now.
+    pub fn reservation_is_behind(&self, now: Time) -> bool {
+        self.reserve.is_behind(now)
+            || self.group.as_ref().is_some_and(|group| group.reserve.is_behind(now))
     }
 
     /// Counts an admitted operation against the reservations of the disk and its group.

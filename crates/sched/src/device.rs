@@ -34,6 +34,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 use accounts::Accounts;
+use reserved::Watch;
+pub use reserved::{Shortfall, Unmet};
 
 use crate::Time;
 use crate::account::{Account, Counters, InFlight};
@@ -71,6 +73,8 @@ struct CacheAligned<T>(T);
 #[derive(Debug)]
 pub struct Device {
     name: String,
+    /// Called if the device gives less than what is reserved on it.
+    report: fn(&Shortfall),
     costs: Costs,
     /// Largest part of the window that one operation takes, in nanoseconds of cost.
     max_held_ns: u64,
@@ -126,6 +130,7 @@ struct State {
     /// Number of short control periods that still follow.
     short_periods: u32,
     probe: Probe,
+    reserved: Watch,
     /// Number of probes so far.
     probes: u32,
     aged: Time,
@@ -169,7 +174,12 @@ enum Advance {
 }
 
 impl Device {
-    pub fn new(name: &str, class: DeviceClass, calibration: &Calibration) -> Self {
+    pub fn new(
+        name: &str,
+        class: DeviceClass,
+        calibration: &Calibration,
+        report: fn(&Shortfall),
+    ) -> Self {
         let window = InFlightWindow::new(class, calibration.window_ns);
         let state = State {
             wait_list: WaitList::default(),
@@ -179,11 +189,13 @@ impl Device {
             period_began: 0,
             short_periods: 0,
             probe: Probe::default(),
+            reserved: Watch::default(),
             probes: 0,
             aged: 0,
         };
         Device {
             name: name.to_string(),
+            report,
             costs: calibration.costs,
             max_held_ns: (calibration.costs.of(&SMALL) * MAX_HELD_FACTOR)
                 .min(InFlight::MAX_COST_NS),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use crate::Time;
 use crate::cost::{Calibration, Costs};
-use crate::device::Device;
+use crate::device::{Device, Shortfall};
 use crate::group::Group;
 use crate::in_flight_window::DeviceClass;
 use crate::knobs::Knobs;
@@ -32,9 +32,16 @@ impl DeviceProfile {
 }
 
 /// All devices and groups. One that no disk uses is dropped.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Host {
     names: Mutex<Names>,
+    report: fn(&Shortfall),
+}
+
+impl Default for Host {
+    fn default() -> Self {
+        Host::reporting(|_| {})
+    }
 }
 
 #[derive(Debug, Default)]
@@ -47,6 +54,12 @@ struct Names {
 }
 
 impl Host {
+    /// Creates an empty host. `report` is called on the thread of a reactor if a device gives less
+    /// than what is reserved on it, at most once a minute for each device.
+    pub fn reporting(report: fn(&Shortfall)) -> Self {
+        Host { names: Mutex::default(), report }
+    }
+
     fn names(&self) -> MutexGuard<'_, Names> {
         self.names.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -63,7 +76,8 @@ impl Host {
         let device = device.map(|(name, profile)| {
             let known = names.devices.get(name).and_then(Weak::upgrade);
             known.unwrap_or_else(|| {
-                let device = Arc::new(Device::new(name, profile.class, &profile.calibration));
+                let device = Device::new(name, profile.class, &profile.calibration, self.report);
+                let device = Arc::new(device);
                 names.devices.insert(name.to_string(), Arc::downgrade(&device));
                 device
             })

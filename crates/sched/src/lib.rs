@@ -46,7 +46,7 @@ mod wait_list;
 
 pub use carried::{LimiterState, ShareState};
 pub use cost::{Calibration, Costs, Operation, OperationKind};
-pub use device::{Device, Grant};
+pub use device::{Device, Grant, Shortfall, Unmet};
 pub use group::Group;
 pub use host::{DeviceProfile, Host};
 pub use in_flight_window::DeviceClass;

@@ -26,6 +26,19 @@ pub(crate) struct Reserve {
 struct Clock {
     interval: AtomicU64,
     due: AtomicU64,
+    /// The reserved units a second.
+    rate: AtomicU64,
+    /// Units that were admitted so far, and their number at [`Reserve::mark`].
+    admitted: AtomicU64,
+    marked: AtomicU64,
+}
+
+/// A reservation in operations or bytes that is not met: units a second, and the units that were
+/// admitted since [`Reserve::mark`].
+pub(crate) struct Missed {
+    pub is_bytes: bool,
+    pub rate: u64,
+    pub admitted: u64,
 }
 
 impl Clock {
@@ -34,6 +47,7 @@ impl Clock {
             .filter(|rate| *rate > 0)
             .map_or(0, |rate| ((1_000_000_000u128 << 20) / u128::from(rate)) as u64);
         self.interval.store(interval, Relaxed);
+        self.rate.store(rate.unwrap_or(0), Relaxed);
     }
 
     #[inline]
@@ -45,6 +59,7 @@ impl Clock {
     fn charge(&self, now: Time, count: u64) {
         let interval = self.interval.load(Relaxed);
         if interval > 0 {
+            self.admitted.fetch_add(count, Relaxed);
             let step = ((u128::from(interval) * u128::from(count)) >> 20) as u64;
             // A disk that got more than its reservation waits at most this long for its next
             // reserved operation.
@@ -54,6 +69,21 @@ impl Clock {
             };
             let _ = self.due.fetch_update(Relaxed, Relaxed, next);
         }
+    }
+
+    /// Returns whether more has been due for long than was admitted.
+    fn is_behind(&self, now: Time) -> bool {
+        self.interval.load(Relaxed) > 0 && self.due.load(Relaxed) + CATCH_UP_NS / 2 < now
+    }
+
+    fn mark(&self) {
+        self.marked.store(self.admitted.load(Relaxed), Relaxed);
+    }
+
+    fn missed(&self, now: Time, is_bytes: bool) -> Option<Missed> {
+        let admitted = self.admitted.load(Relaxed).wrapping_sub(self.marked.load(Relaxed));
+        let rate = self.rate.load(Relaxed);
+        self.is_behind(now).then_some(Missed { is_bytes, rate, admitted })
     }
 
     /// Returns when the reservation is due for an operation with `ahead` units before it.
@@ -87,6 +117,23 @@ impl Reserve {
     pub fn charge(&self, now: Time, reserved: Reserved) {
         self.operations.charge(now, reserved.operations);
         self.bytes.charge(now, reserved.bytes);
+    }
+
+    /// Returns whether the reservation was not met for 50 ms: operations were due, and none began.
+    pub fn is_behind(&self, now: Time) -> bool {
+        self.operations.is_behind(now) || self.bytes.is_behind(now)
+    }
+
+    /// Begins to count for [`Reserve::missed`].
+    pub fn mark(&self) {
+        self.operations.mark();
+        self.bytes.mark();
+    }
+
+    /// Returns the reservations that are not met.
+    pub fn missed(&self, now: Time) -> impl Iterator<Item = Missed> {
+        let operations = self.operations.missed(now, false);
+        operations.into_iter().chain(self.bytes.missed(now, true))
     }
 
     /// Returns when the reservation is due for the last of `ahead` waiting operations.

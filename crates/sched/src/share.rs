@@ -74,6 +74,11 @@ impl Share {
         }
     }
 
+    /// Sets the disk's name, for reports. The first name stays.
+    pub fn set_name(&self, name: &str) {
+        let _ = self.account.name.set(name.to_string());
+    }
+
     pub fn device(&self) -> Option<&Arc<Device>> {
         self.device.as_ref()
     }

@@ -37,7 +37,8 @@ impl Shares {
         measured: Vec<MeasuredDevice>,
         groups: BTreeMap<String, Knobs>,
     ) -> Self {
-        Shares { host: Host::default(), groups: RwLock::new(groups), is_fair, measured }
+        let host = Host::reporting(|shortfall| tracing::warn!("{shortfall}"));
+        Shares { host, groups: RwLock::new(groups), is_fair, measured }
     }
 
     /// Creates the share of a disk. `source` is its open image.
@@ -60,7 +61,9 @@ impl Shares {
             .as_deref()
             .map(|name| (name, groups.get(name).cloned().unwrap_or_default()));
         let group = group.as_ref().map(|(name, knobs)| (*name, knobs));
-        Ok(self.host.share(device, group, &settings.knobs))
+        let share = self.host.share(device, group, &settings.knobs);
+        share.set_name(&settings.name);
+        Ok(share)
     }
 
     /// Returns the measured profile of the device under one of its names, or a typical one.

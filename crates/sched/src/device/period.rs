@@ -7,6 +7,7 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
+use super::reserved::{Shortfall, watch_reservations};
 use super::{Device, MARGIN, QUIET_NS, State};
 use crate::Time;
 use crate::account::Account;
@@ -136,16 +137,22 @@ impl Device {
     /// end of the period does this.
     #[cold]
     pub(super) fn end_period(&self, now: Time) {
-        let mut state = self.state();
-        let state = &mut *state;
+        let shortfall = self.adapt(&mut self.state(), now);
+        // Without the lock, because the report may write to a log.
+        if let Some(shortfall) = shortfall {
+            (self.report)(&shortfall);
+        }
+    }
+
+    fn adapt(&self, state: &mut State, now: Time) -> Option<Shortfall> {
         if state.probe.is_on() {
             self.step_probe(state, now);
             self.admit_waiters(state, now);
-            return;
+            return None;
         }
         if now < self.next_period_at.load(Relaxed) {
             // Another thread has ended the period.
-            return;
+            return None;
         }
         let elapsed = now.saturating_sub(state.period_began);
         state.period_began = now;
@@ -177,6 +184,7 @@ impl Device {
             self.begin_probe(state, now);
         }
         self.admit_waiters(state, now);
+        watch_reservations(&self.name, state, now, &stats)
     }
 
     /// Holds the disks over their share, so that the others show their service times without them.
@@ -289,6 +297,10 @@ pub(super) fn take_stats(state: &State, now: Time, elapsed: u64, max_held: u64) 
         account.note_owed(due * capacity * elapsed as f64, counts.cost_ns);
         account.set_margin((due * state.window.unprotected_size() * MARGIN) as u64);
         stats.completed_cost_ns += counts.cost_ns;
+        match account.reservation_is_behind(now) {
+            true => stats.behind_cost_ns += counts.cost_ns,
+            false => stats.others_wait |= counts.has_waited,
+        }
         stats.operations += counts.served;
         stats.total_service_ns += counts.service_ns;
         stats.total_baseline_ns += counts.baseline_ns;

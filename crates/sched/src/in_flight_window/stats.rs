@@ -20,6 +20,10 @@ pub(crate) struct PeriodStats {
     /// Cost of the operations that completed: of all disks, and of the disks over their share.
     pub completed_cost_ns: u64,
     pub over_share_cost_ns: u64,
+    /// The same of the disks that get less than their reservation.
+    pub behind_cost_ns: u64,
+    /// Whether an operation of another disk had to wait.
+    pub others_wait: bool,
     /// Whether large operations of the disks over their share completed.
     pub over_share_is_large: bool,
     /// Part of the device that is due to the disks over their share, 0 to 1.
