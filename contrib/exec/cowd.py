@@ -2,8 +2,7 @@
 """Copy-on-write over a file, as an exec: image of Blockyard: see docs/own-target.md.
 
 BASE, STORE and TABLE in the environment name the files. STORE is as large as BASE. TABLE has eight
-bytes for each block of BASE: 0, its number in STORE plus 1, or FREED. It is empty at first.
-"""
+bytes for each block of BASE: 0, its number in STORE plus 1, or FREED. It is empty at first."""
 import os
 import struct
 import sys
@@ -15,9 +14,10 @@ blocks, rest = divmod(os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END), BLOC
 if rest:
     sys.exit(f"{base} is no multiple of {BLOCK} bytes: make it one, with truncate -s %{BLOCK}")
 file = os.open(table, os.O_RDWR)
-if os.lseek(file, 0, os.SEEK_END) < blocks * 8:
-    os.posix_fallocate(file, 0, blocks * 8)  # now, not in a flush, the host may be full
-slots = list(struct.unpack(f"<{blocks}Q", os.pread(file, blocks * 8, 0)))
+entries = os.pread(file, blocks * 8, 0).ljust(blocks * 8, b"\0")
+os.pwrite(file, entries, 0)  # now, not in a flush, the host may be full
+os.fdatasync(file)  # what it calls free may be used at once
+slots = list(struct.unpack(f"<{blocks}Q", entries))
 free = sorted(set(range(1, blocks + 1)) - set(slots), reverse=True)
 given = {}  # places that are not in the table yet
 freed = {}  # places that are free after the next flush, by the block that had it

@@ -30,6 +30,7 @@ impl Cowd {
         let (file, mut bytes) = (files.own[0].clone(), vec![0; blocks * 8]);
         file.read_at(&mut bytes, 0).await?;
         file.write_at(&bytes, 0).await?; // Now, not in a flush, the host may be full.
+        file.sync().await?; // What it calls free may be used at once.
         let table: Vec<_> = bytes.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
         let used: BTreeSet<&u64> = table.iter().collect();
         let free = (1..=files.data_len[1] / BLOCK).rev().filter(|slot| !used.contains(slot));

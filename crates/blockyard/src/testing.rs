@@ -6,6 +6,15 @@
 //! - After a power cut each sector holds its last flushed or durable write, or a later one.
 //! - The target opens after each power cut.
 //!
+//! With [`PowerCuts::errors`] operations of the files fail, too:
+//!
+//! - A request may fail after that, and only then.
+//! - A write that fails leaves each of its sectors old or new, and no other sector.
+//! - A flush that fails promises nothing: each sector that no flush covers is old or new. Reads
+//!   that end before the answer of such a flush are not checked.
+//! - The disk is served again after errors, without a power cut and with one. It holds all that was
+//!   durable before, and what later flushes cover.
+//!
 //! The simulated disks tear, reorder and lose writes that are not synced. A run depends only on its
 //! seed.
 
@@ -23,6 +32,7 @@ use blockyard_storage::target::{Direct, Mapped};
 use crate::{Access, Device, Files, Handle, Map, OwnFile, Shape};
 
 mod device;
+mod errors;
 
 /// Size of a sector in bytes.
 const SECTOR: u64 = 512;
@@ -40,6 +50,7 @@ pub struct PowerCuts {
     own: Vec<Vec<u8>>,
     contents: Vec<u8>,
     requests: u64,
+    errors: u64,
 }
 
 /// A rule that a target broke.
@@ -57,7 +68,7 @@ impl PowerCuts {
     /// Begins with a disk of this shape that holds zeroes, and no files.
     pub fn of(shape: Shape) -> Self {
         let contents = vec![0; shape.size as usize];
-        PowerCuts { shape, data: Vec::new(), own: Vec::new(), contents, requests: 24 }
+        PowerCuts { shape, data: Vec::new(), own: Vec::new(), contents, requests: 24, errors: 0 }
     }
 
     /// Adds a data file of a map with these contents.
@@ -85,6 +96,14 @@ impl PowerCuts {
         self
     }
 
+    /// Lets up to `most` operations of the files fail between two power cuts: reads, writes and
+    /// syncs with an I/O error, and writes for want of space. A write that fails may be torn. A
+    /// sync that fails loses data, and the next one succeeds all the same, as on Linux.
+    pub fn errors(mut self, most: u64) -> Self {
+        self.errors = most;
+        self
+    }
+
     /// Cuts the power `cuts` times, in runs with the seeds from `seed` on. `make` opens the map, as
     /// for [`Target::map`](crate::Target::map).
     pub fn run<M: Map>(
@@ -109,7 +128,7 @@ impl PowerCuts {
     ) -> Result<(), Broken> {
         let size = self.shape.size;
         self.run_all(seed, cuts, self.shape.granule, async move |files, _| {
-            Ok(device::Simulated { device: make(files, Handle::none()).await?, size })
+            Ok(device::Simulated::new(make(files, Handle::none()).await?, size))
         })
     }
 
@@ -160,17 +179,22 @@ impl PowerCuts {
                     SimDisk::new(image, config)
                 })
                 .collect();
+            // The last time nothing fails, so the disk must work whatever happened before.
+            let errors = if round == ROUNDS { 0 } else { self.errors };
             let rig = Rig {
-                cuts: self.clone(),
+                cuts: PowerCuts { errors, ..self.clone() },
                 unit,
                 disks: disks.clone(),
                 oracle: oracle.clone(),
                 tag: tag.clone(),
                 found: Rc::default(),
+                after_cut: Cell::new(round > 0),
+                forgiven: Cell::new(0),
+                is_lost: Cell::new(false),
             };
             let (found, open, handle, client) =
                 (rig.found.clone(), open.clone(), sim.handle().clone(), rng.fork());
-            let ran = sim.block_on(async move { rig.round(open, handle, client, round > 0).await });
+            let ran = sim.block_on(async move { rig.round(open, handle, client).await });
             if let Some(what) = found.take() {
                 return Err(broken(what));
             }
@@ -201,39 +225,84 @@ struct Rig {
     tag: Rc<Cell<u64>>,
     /// The first broken rule.
     found: Rc<RefCell<Option<String>>>,
+    /// Whether a power cut was before, and the disk is not checked yet.
+    after_cut: Cell<bool>,
+    /// Number of operations that failed before the disk was served again.
+    forgiven: Cell<u64>,
+    /// Whether the oracle knows that a flush of the disk has failed.
+    is_lost: Cell<bool>,
 }
 
 impl Rig {
+    /// Serves the disk to clients; once more if an operation of a file has failed.
     async fn round<S: Storage>(
         self,
         open: impl AsyncFn(Files, DataFiles) -> io::Result<S>,
         sim: SimHandle,
         mut rng: Rng,
-        checks: bool,
     ) -> io::Result<()> {
-        let (data, own) = self.disks.split_at(self.cuts.data.len());
-        let data_len = self.cuts.data.iter().map(|(bytes, _)| bytes.len() as u64).collect();
-        let own = own.iter().cloned().map(OwnFile::simulated).collect();
-        let access = self.cuts.data.iter().map(|(_, access)| *access);
-        let data = data.iter().cloned().zip(access).collect();
-        let disk = Rc::new(open(Files { own, data_len }, data).await?);
         let rig = Rc::new(self);
-        if checks {
-            let size = rig.cuts.shape.size;
-            let bytes = read(&*disk, 0, size).await?;
-            let checked = rig.oracle.borrow_mut().check_after_cut(0, &bytes);
-            rig.note(checked);
+        let errors = (rig.cuts.errors > 0).then(|| rng.fork());
+        let ended = rig.session(&open, &sim, &mut rng, errors).await;
+        if !rig.has_failed() || rig.is_off() {
+            return ended;
+        }
+        // The disk is served again, and now nothing fails.
+        rig.disks.iter().for_each(SimDisk::heal);
+        rig.forgiven.set(rig.failures());
+        rig.session(&open, &sim, &mut rng, None).await
+    }
+
+    /// Opens the target, checks the disk, and runs the clients. `errors`: operations of the files
+    /// fail.
+    async fn session<S: Storage>(
+        self: &Rc<Self>,
+        open: &impl AsyncFn(Files, DataFiles) -> io::Result<S>,
+        sim: &SimHandle,
+        rng: &mut Rng,
+        mut errors: Option<Rng>,
+    ) -> io::Result<()> {
+        let (most, requests) = (self.cuts.errors, self.cuts.requests);
+        // Some of them come at the target's start.
+        if let Some(rng) = errors.take_if(|rng| rng.one_in(4)) {
+            errors::plan(&self.disks, most, requests, rng);
+        }
+        let disk = self.open(open).await?;
+        let token = self.oracle.borrow_mut().read_started();
+        self.is_lost.set(false);
+        let bytes = self.answered(&*disk, read(&*disk, 0, self.cuts.shape.size).await)?;
+        // The read may fail by an error of a file. Then the disk is served again.
+        let Some(bytes) = bytes else { return Ok(()) };
+        let checked = match self.after_cut.take() {
+            true => self.oracle.borrow_mut().check_after_cut(0, &bytes),
+            false => self.oracle.borrow_mut().check_read(token, 0, &bytes),
+        };
+        self.note(checked);
+        if let Some(rng) = errors {
+            errors::plan(&self.disks, most, requests, rng);
         }
         let clients: Vec<_> = (0..3)
             .map(|_| {
-                let (rig, disk, rng) = (rig.clone(), disk.clone(), rng.fork());
+                let (rig, disk, rng) = (self.clone(), disk.clone(), rng.fork());
                 sim.spawn(async move { rig.client(&*disk, rng).await })
             })
             .collect();
         for client in clients {
             client.await?;
         }
-        Ok(())
+        if self.has_failed() { self.flush(&*disk).await } else { Ok(()) }
+    }
+
+    async fn open<S: Storage>(
+        &self,
+        open: &impl AsyncFn(Files, DataFiles) -> io::Result<S>,
+    ) -> io::Result<Rc<S>> {
+        let (data, own) = self.disks.split_at(self.cuts.data.len());
+        let data_len = self.cuts.data.iter().map(|(bytes, _)| bytes.len() as u64).collect();
+        let own = own.iter().cloned().map(OwnFile::simulated).collect();
+        let access = self.cuts.data.iter().map(|(_, access)| *access);
+        let data = data.iter().cloned().zip(access).collect();
+        Ok(Rc::new(open(Files { own, data_len }, data).await?))
     }
 
     async fn client(&self, disk: &impl Storage, mut rng: Rng) -> io::Result<()> {
@@ -244,27 +313,49 @@ impl Rig {
             let offset = rng.below(units - len + 1) * self.unit;
             let len = len * self.unit;
             match rng.below(9) {
-                0..4 => {
-                    let tag = self.tag.replace(self.tag.get() + 1);
-                    let (data, durable) = (pattern(tag, offset, len as usize), rng.one_in(6));
-                    let token = self.oracle.borrow_mut().write_started(offset, &data);
-                    disk.write(Segments::from_bytes(&data), offset, durable).await.1?;
-                    self.oracle.borrow_mut().write_answered(token, true, durable);
-                }
-                4..7 => {
-                    let token = self.oracle.borrow_mut().read_started();
-                    let bytes = read(disk, offset, len).await?;
-                    let checked = self.oracle.borrow_mut().check_read(token, offset, &bytes);
-                    self.note(checked);
-                }
-                7 => {
-                    let token = self.oracle.borrow_mut().flush_started();
-                    disk.sync().await?;
-                    self.oracle.borrow_mut().flush_answered(token, true);
-                }
+                // After a failed flush a yard accepts no changes and no flushes.
+                _ if disk.lost().is_some() => self.read(disk, offset, len).await?,
+                0..4 => self.write(disk, offset, len, rng.one_in(6)).await?,
+                4..7 => self.read(disk, offset, len).await?,
+                7 => self.flush(disk).await?,
                 _ => self.free(disk, &mut rng, offset, len).await?,
             }
         }
+        Ok(())
+    }
+
+    async fn write(&self, disk: &impl Storage, at: u64, len: u64, durable: bool) -> io::Result<()> {
+        let tag = self.tag.replace(self.tag.get() + 1);
+        let data = pattern(tag, at, len as usize);
+        let token = self.oracle.borrow_mut().write_started(at, &data);
+        let flush = durable.then(|| self.oracle.borrow_mut().flush_started());
+        let written = disk.write(Segments::from_bytes(&data), at, durable).await.1;
+        let is_ok = self.answered(disk, written)?.is_some();
+        let mut oracle = self.oracle.borrow_mut();
+        oracle.write_answered(token, is_ok, durable);
+        flush.into_iter().for_each(|flush| oracle.flush_withdrawn(flush));
+        Ok(())
+    }
+
+    async fn read(&self, disk: &impl Storage, offset: u64, len: u64) -> io::Result<()> {
+        let token = self.oracle.borrow_mut().read_started();
+        let bytes = read(disk, offset, len).await;
+        let bytes = self.answered(disk, bytes)?;
+        let mut oracle = self.oracle.borrow_mut();
+        match bytes {
+            // A flush may have failed, and its answer not be there yet.
+            Some(_) if self.has_failed() && oracle.is_flushing() => oracle.read_withdrawn(token),
+            Some(bytes) => self.note(oracle.check_read(token, offset, &bytes)),
+            None => oracle.read_withdrawn(token),
+        }
+        Ok(())
+    }
+
+    async fn flush(&self, disk: &impl Storage) -> io::Result<()> {
+        let token = self.oracle.borrow_mut().flush_started();
+        let flushed = disk.sync().await;
+        let is_ok = self.answered(disk, flushed)?.is_some();
+        self.oracle.borrow_mut().flush_answered(token, is_ok);
         Ok(())
     }
 
@@ -279,17 +370,57 @@ impl Rig {
             true => self.oracle.borrow_mut().discard_started(at, len),
             false => self.oracle.borrow_mut().zero_started(at, len),
         };
+        // What was placed anew may have to be durable first.
+        let flush = self.oracle.borrow_mut().flush_started();
         let done = match discards {
             true => disk.discard(at, len).await,
             false => disk.zero(at, len, rng.one_in(2)).await,
         };
-        match done {
-            Err(e) if e.kind() != io::ErrorKind::Unsupported => return Err(e),
-            Err(_) if !discards => disk.write(Segments::buffer(len as usize), at, false).await.1?,
-            _ => 0,
+        let done = match done {
+            Err(e) if e.kind() == io::ErrorKind::Unsupported => match discards {
+                true => Ok(()),
+                false => disk.write(Segments::buffer(len as usize), at, false).await.1.map(drop),
+            },
+            done => done,
         };
-        self.oracle.borrow_mut().write_answered(token, true, false);
+        let is_ok = self.answered(disk, done)?.is_some();
+        self.oracle.borrow_mut().write_answered(token, is_ok, false);
+        self.oracle.borrow_mut().flush_withdrawn(flush);
         Ok(())
+    }
+
+    fn failures(&self) -> u64 {
+        self.disks.iter().map(SimDisk::failures).sum()
+    }
+
+    /// Returns whether an operation of a file has failed since the disk is served.
+    fn has_failed(&self) -> bool {
+        self.failures() > self.forgiven.get()
+    }
+
+    fn is_off(&self) -> bool {
+        self.disks.iter().any(SimDisk::is_off)
+    }
+
+    /// Returns the result of a request, or None if it has failed and may fail.
+    fn answered<T>(&self, disk: &impl Storage, result: io::Result<T>) -> io::Result<Option<T>> {
+        // A flush has failed, whichever request made it.
+        if disk.lost().is_some() && !self.is_lost.replace(true) {
+            let mut oracle = self.oracle.borrow_mut();
+            let flush = oracle.flush_started();
+            oracle.flush_answered(flush, false);
+        }
+        match result {
+            // Without power there are no answers.
+            _ if self.is_off() => Err(io::ErrorKind::NotConnected.into()),
+            Ok(value) => Ok(Some(value)),
+            Err(_) if self.has_failed() => Ok(None),
+            Err(e) => {
+                let what = format!("a request fails, and no operation of a file has: {e}");
+                self.found.borrow_mut().get_or_insert(what);
+                Err(e)
+            }
+        }
     }
 
     fn note(&self, checked: Result<(), blockyard_storage::sim::Mismatch>) {

@@ -1,7 +1,7 @@
 //! The example `cowd`: power cuts on simulated disks, and a served disk.
 
 use blockyard::testing::PowerCuts;
-use blockyard::{Access, Extent, Map, Place, Question, Shape};
+use blockyard::{Access, Discard, Extent, Map, Place, Question, Shape};
 
 mod common;
 #[path = "../examples/cowd.rs"]
@@ -13,7 +13,7 @@ use cowd::{BLOCK, Cowd};
 
 /// Number of power cuts: BLOCKYARD_CUTS, or as many as a test has time for.
 fn cuts() -> u64 {
-    std::env::var("BLOCKYARD_CUTS").map_or(500, |text| text.parse().unwrap())
+    std::env::var("BLOCKYARD_CUTS").map_or(120, |text| text.parse().unwrap())
 }
 
 fn base(blocks: u64) -> Vec<u8> {
@@ -36,6 +36,10 @@ struct Wrong {
     map: Cowd,
     /// Persists a new place before its data are written.
     early: bool,
+    /// Answers a flush before its table is durable.
+    late: bool,
+    /// Hides errors of its table.
+    hides: bool,
 }
 
 impl Map for Wrong {
@@ -50,29 +54,45 @@ impl Map for Wrong {
         Ok(found)
     }
 
-    /// Answers before its table is durable.
-    async fn flush(&self, _moved: &[std::ops::Range<u64>]) -> std::io::Result<()> {
-        Ok(())
+    async fn flush(&self, moved: &[std::ops::Range<u64>]) -> std::io::Result<()> {
+        if self.late {
+            return Ok(());
+        }
+        let flushed = self.map.flush(moved).await;
+        if self.hides { Ok(()) } else { flushed }
+    }
+
+    async fn discard(&self, asked: Discard) -> std::io::Result<Vec<Extent>> {
+        self.map.discard(asked).await
     }
 }
 
 #[test]
 fn the_harness_finds_maps_that_break_the_rules() {
-    for early in [false, true] {
+    let run = |early, late, hides, errors, cuts| {
         let make = async move |files, _| {
-            Ok(Wrong { map: Cowd::open(files, BLOCKS as usize).await?, early })
+            Ok(Wrong { map: Cowd::open(files, BLOCKS as usize).await?, early, late, hides })
         };
-        let broken = rig().run(1, 300, make).unwrap_err().to_string();
+        rig().errors(errors).run(1, cuts, make)
+    };
+    for (early, late, hides, errors) in
+        [(true, false, false, 0), (false, true, false, 0), (false, false, true, 3)]
+    {
+        let broken = run(early, late, hides, errors, 300).unwrap_err().to_string();
         assert!(broken.contains("sector"), "{broken}");
     }
+    // Without errors there is nothing to hide.
+    run(false, false, true, 0, 9).unwrap();
 }
 
 #[test]
-fn flushed_data_survive_power_cuts() {
+fn flushed_data_survive_power_cuts_and_errors() {
     let seed = std::env::var("BLOCKYARD_SEED").map_or(1, |text| text.parse().unwrap());
     let make = async |files, _| Cowd::open(files, BLOCKS as usize).await;
-    rig().run(seed, cuts(), make).unwrap();
-    println!("seeds {seed} and on: {} cuts", cuts());
+    for errors in [0, 3] {
+        rig().errors(errors).run(seed, cuts(), make).unwrap();
+    }
+    println!("seeds {seed} and on: {} cuts", 2 * cuts());
 }
 
 #[test]

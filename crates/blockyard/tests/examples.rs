@@ -144,13 +144,17 @@ fn a_target_without_data_files_is_on_the_device_of_its_own_files() {
 }
 
 #[test]
-fn a_mirror_notes_a_failed_half_beside_a_relative_path() {
+fn a_mirror_makes_its_note_beside_a_relative_path() {
+    // The files are in the folder in which the test runs.
     let name = format!("blockyard-note-{}", std::process::id());
-    // The file is in the folder in which the test runs.
-    mirror::note(Path::new(&name), 1).unwrap();
-    let noted = std::fs::read(&name).unwrap();
-    std::fs::remove_file(&name).unwrap();
-    assert_eq!(noted, b"1");
+    std::fs::write(&name, [0; 4096]).unwrap();
+    let target = mirror::target([&name, &name], [Access::Write; 2]).map(drop);
+    let noted = std::fs::read(format!("{name}.failed"));
+    for file in [format!("{name}.failed"), name] {
+        std::fs::remove_file(file).unwrap();
+    }
+    target.unwrap();
+    assert_eq!(noted.unwrap(), b"");
 }
 
 #[test]

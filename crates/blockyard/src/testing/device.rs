@@ -1,15 +1,26 @@
 //! A device on simulated disks, without a thread of its own.
 
+use std::cell::Cell;
 use std::io;
 
 use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 
-use crate::Device;
+use crate::{Device, Lock};
 
 pub(super) struct Simulated<D> {
-    pub(super) device: D,
-    pub(super) size: u64,
+    device: D,
+    size: u64,
+    /// A disk has one flush at a time.
+    flushing: Lock<()>,
+    /// Whether a flush has failed. The device gets no other one.
+    lost: Cell<bool>,
+}
+
+impl<D> Simulated<D> {
+    pub(super) fn new(device: D, size: u64) -> Self {
+        Simulated { device, size, flushing: Lock::new(()), lost: Cell::new(false) }
+    }
 }
 
 impl<D: Device> Storage for Simulated<D> {
@@ -31,14 +42,22 @@ impl<D: Device> Storage for Simulated<D> {
         let mut result = self.device.write(offset, loan.lent()).await;
         let segments = loan.end(false).await;
         if durable && result.is_ok() {
-            result = self.device.flush().await;
+            result = self.sync().await;
         }
         let len = segments.len();
         (segments, result.map(|()| len))
     }
 
     async fn sync(&self) -> io::Result<()> {
-        self.device.flush().await
+        let _one = self.flushing.lock().await;
+        match self.lost() {
+            Some(e) => Err(e),
+            None => self.device.flush().await.inspect_err(|_| self.lost.set(true)),
+        }
+    }
+
+    fn lost(&self) -> Option<io::Error> {
+        self.lost.get().then(|| io::Error::other("a flush has failed"))
     }
 
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {

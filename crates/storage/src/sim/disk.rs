@@ -85,6 +85,7 @@ impl SimDisk {
             in_flight: Vec::new(),
             answered: BTreeMap::new(),
             faults: Vec::new(),
+            failures: 0,
             trace: Vec::new(),
             stranded: Vec::new(),
             given_up: false,
@@ -136,6 +137,11 @@ impl SimDisk {
     /// Removes all faults.
     pub fn heal(&self) {
         self.0.borrow_mut().faults.clear();
+    }
+
+    /// Returns the number of operations that faults have failed so far.
+    pub fn failures(&self) -> u64 {
+        self.0.borrow().failures
     }
 
     /// Returns the history of the disk.
@@ -284,6 +290,7 @@ struct Inner {
     in_flight: Vec<InFlight>,
     answered: BTreeMap<u64, (Segments, io::Result<usize>)>,
     faults: Vec<Fault>,
+    failures: u64,
     trace: Vec<Trace>,
     /// Tasks that wait for an answer that the power cut prevents, and whether they get errors
     /// instead of waiting for ever.
@@ -397,6 +404,7 @@ impl Inner {
         let result = match op.fault.take() {
             None => Ok(op.finish(&mut self.media, &mut self.rng)),
             Some(e) => {
+                self.failures += 1;
                 op.finish_badly(&e, &mut self.media, &mut self.rng);
                 Err(e)
             }

@@ -187,6 +187,12 @@ impl Oracle {
         }
     }
 
+    /// Records that a flush has ended whose success promises nothing for other writes: that of a
+    /// durable write.
+    pub fn flush_withdrawn(&mut self, token: FlushToken) {
+        self.flushes.retain(|&start| start != token.0);
+    }
+
     /// Records that a read starts.
     pub fn read_started(&mut self) -> ReadToken {
         let now = self.tick();
@@ -207,6 +213,16 @@ impl Oracle {
         self.check("as read", offset, content, |hider| {
             hider.hides_for_a_read_from(token.0) && !at_risk(hider)
         })
+    }
+
+    /// Records that a read has ended whose data mean nothing.
+    pub fn read_withdrawn(&mut self, token: ReadToken) {
+        self.reads.retain(|&start| start != token.0);
+    }
+
+    /// Returns whether a flush has started and was not answered.
+    pub fn is_flushing(&self) -> bool {
+        !self.flushes.is_empty()
     }
 
     /// Like [`Oracle::check_read`], for a read without concurrent operations.

@@ -178,6 +178,12 @@ impl Cache {
         self.each_shard(range, |shard, range| shard.cut(&range, false));
     }
 
+    /// Forgets a range, and what was placed anew in it: its data may be lost.
+    pub(super) fn give_up(&self, range: &Range<u64>) {
+        self.invalidations.fetch_add(1, Ordering::SeqCst);
+        self.each_shard(range, |shard, range| shard.cut(&range, true));
+    }
+
     fn each_shard(&self, range: &Range<u64>, mut work: impl FnMut(&mut Shard, Range<u64>)) {
         if range.end - range.start > REGION * SHARDS as u64 {
             // All shards: faster than each region of a large disk.

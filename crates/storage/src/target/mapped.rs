@@ -350,6 +350,9 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         }
         // A flush takes both or neither.
         let mut moved = self.core.moved();
+        if let Some(why) = self.core.lost() {
+            return Err(io::Error::other(why)); // The flush that failed may have lost the data.
+        }
         // An entry of the table is in one region.
         let mut at = 0;
         while at < piece.len {
@@ -392,14 +395,15 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         }
         let (moved, freed) = self.core.moved().take();
         let moved = merged(moved);
-        let result = async || {
-            self.sync_files().await?;
-            if moved.is_empty() && !freed {
-                return Ok(());
+        let data = self.sync_files().await;
+        let has_data = data.is_ok();
+        let result = match data {
+            Ok(()) if !moved.is_empty() || freed => {
+                self.ask.flush(moved.clone()).await.inspect_err(|e| self.core.note_error(e))
             }
-            self.ask.flush(moved.clone()).await.inspect_err(|e| self.core.note_error(e))
+            data => data,
         };
-        match result().await {
+        match result {
             Ok(()) => {
                 moved.iter().for_each(|range| self.core.cache.durable(range));
                 self.core.moved().is_flushing = false;
@@ -407,7 +411,14 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
             }
             Err(e) => {
                 // The list stays pending: no write is durable any more.
+                let later = self.core.moved();
                 self.core.set_lost("flush", &e);
+                if !has_data {
+                    // New places may have lost their data, also the rest of a granule, which no
+                    // request wrote. Reads find the old places again.
+                    let lost = moved.iter().chain(&later.list);
+                    lost.for_each(|range| self.core.cache.give_up(range));
+                }
                 Err(e)
             }
         }
