@@ -30,7 +30,7 @@ impl Device for InFile {
     }
 }
 
-fn disk(folder: &Path) -> io::Result<Disk> {
+pub fn disk(folder: &Path) -> io::Result<Disk> {
     let file = folder.join("disk.img");
     let shape = Shape { size: fs::metadata(&file)?.len(), granule: 4096 };
     let target = Target::device("file", shape, async |mut files: blockyard::Files, _| {
@@ -41,10 +41,12 @@ fn disk(folder: &Path) -> io::Result<Disk> {
 }
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
-    run(&PathBuf::from(env::args_os().nth(1).ok_or("usage: upgrade FOLDER")?))
+    run(&PathBuf::from(env::args_os().nth(1).ok_or("usage: upgrade FOLDER")?), disk)
 }
 
-pub fn run(folder: &Path) -> Result<(), Box<dyn std::error::Error>> {
+type Make = fn(&Path) -> io::Result<Disk>;
+
+pub fn run(folder: &Path, disk: Make) -> Result<(), Box<dyn std::error::Error>> {
     let control = folder.join("control");
     let yard = match UnixStream::connect(&control) {
         Ok(running) => {

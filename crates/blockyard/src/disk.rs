@@ -1,10 +1,12 @@
 //! A disk before it is served.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use blockyard_disk::OnEnospc;
-use blockyard_image::ChainOptions;
+use blockyard_image::journal::{CrashSafety, JournalStore, SafetyMode, StateFolder};
+use blockyard_image::{ChainOptions, Format};
 use blockyard_sched::{Knobs, Limit};
 use blockyard_storage::CacheMode;
 use blockyard_storage::target::Target;
@@ -53,6 +55,11 @@ impl Disk {
     }
 
     /// Makes a disk of an image file, as `blockyard serve` does. Its name decides on the format.
+    ///
+    /// If the process dies, no answered write of a qcow2 or COW image is lost: the next process, or
+    /// `blockyard`, finds its changed metadata in a journal, in the folder that
+    /// `BLOCKYARD_STATE_FOLDER` names for both, or else in the usual one. If the folder cannot be
+    /// used, the log has a warning.
     pub fn image(name: impl Into<String>, path: impl Into<PathBuf>) -> Self {
         Disk::of(name.into(), Content::Image(path.into()))
     }
@@ -174,7 +181,34 @@ impl Disk {
     }
 
     /// Returns the options with which the disk's image is opened.
-    pub(crate) fn image_options(&self, path: PathBuf) -> ChainOptions {
-        ChainOptions { read_only: self.read_only, cache: self.cache, ..ChainOptions::new(path) }
+    pub(crate) fn image_options(&self) -> ChainOptions {
+        let options = match &self.content {
+            Content::Image(path) if !self.read_only => {
+                ChainOptions { crash_safety: crash_safety(path), ..ChainOptions::new(path) }
+            }
+            Content::Image(path) => ChainOptions::new(path),
+            Content::Target(_) => ChainOptions::new(&self.name),
+        };
+        ChainOptions { read_only: self.read_only, cache: self.cache, ..options }
     }
+}
+
+/// Returns how the changed metadata of an image survive the death of this process.
+fn crash_safety(image: &Path) -> CrashSafety {
+    static STORE: OnceLock<Option<JournalStore>> = OnceLock::new();
+    if !matches!(Format::of_name(image), Some(Format::Qcow2 | Format::Cow)) {
+        return CrashSafety::default(); // It has no metadata.
+    }
+    let store = STORE.get_or_init(|| match StateFolder::open(StateFolder::default_path()) {
+        Ok(folder) => Some(folder.into()),
+        Err(e) => {
+            tracing::warn!(
+                "{e}; without journals, qcow2 and COW images lose answered writes that are not \
+                 flushed if this process dies (BLOCKYARD_STATE_FOLDER names another folder)"
+            );
+            None
+        }
+    });
+    let mode = if store.is_some() { SafetyMode::Journal } else { SafetyMode::Off };
+    CrashSafety { mode, store: store.clone() }
 }

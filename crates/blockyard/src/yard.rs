@@ -124,10 +124,10 @@ impl Yard {
             Arc::new(One { export: export.clone(), queues: disk.queues, servers, inherited })
         });
         let ways: Vec<_> = exports.collect();
-        let mut image = disk.image_options(disk.name.clone().into());
+        let mut image = disk.image_options();
         let (knobs, on_enospc, name) = (disk.knobs.clone(), disk.on_enospc, disk.name.clone());
         match disk.content {
-            Content::Image(path) => image.path = path,
+            Content::Image(_) => {}
             Content::Target(target) => {
                 let given = target.open(disk.cache)?;
                 self.targets().extend(given.end().map(|end| (name.clone(), end)));

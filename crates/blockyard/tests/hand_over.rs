@@ -1,12 +1,15 @@
 //! Disks that move from one process to the next one: the example `upgrade`, with a guest and an NBD
 //! client that stay connected.
 
-use std::io::{BufRead, BufReader, Lines, Read, Write};
+use std::io::{self, BufRead, BufReader, Lines, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
 
 use blockyard::{Access, Disk, ErrorKind, Shape, Target, Yard};
+use blockyard_image::OpenedFiles;
+use blockyard_image::qcow2::CreateOptions;
+use blockyard_image::tools::{self, NewImage};
 
 mod common;
 #[path = "../examples/upgrade.rs"]
@@ -24,10 +27,21 @@ struct Process(Child, Lines<BufReader<ChildStdout>>);
 /// The environment variable with the folder of the example's process.
 const FOLDER: &str = "BLOCKYARD_TEST_FOLDER";
 
+/// The image of the example's process, instead of a target.
+const IMAGE: &str = "disk.qcow2";
+
+/// Returns the disk of the folder's image.
+fn image(folder: &Path) -> io::Result<Disk> {
+    let disk = Disk::image("disk", folder.join(IMAGE));
+    Ok(disk.vhost_user(folder.join("vm.sock")).nbd_unix(folder.join("nbd.sock")))
+}
+
 /// Becomes a process of the example, if a test has started this process for that.
 fn run_if_child() {
     if let Some(folder) = std::env::var_os(FOLDER) {
-        let ended = upgrade::run(Path::new(&folder));
+        let folder = Path::new(&folder);
+        let disk = if folder.join(IMAGE).exists() { image } else { upgrade::disk };
+        let ended = upgrade::run(folder, disk);
         let _ = ended.as_ref().inspect_err(|e| eprintln!("upgrade: {e}"));
         std::process::exit(ended.is_err().into());
     }
@@ -39,6 +53,7 @@ impl Process {
         let test = std::thread::current().name().unwrap().to_string();
         let mut command = Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", &test, "--nocapture"]).env(FOLDER, scratch.path(""));
+        command.env("BLOCKYARD_STATE_FOLDER", Journals::of(scratch));
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
         let lines = BufReader::new(child.stdout.take().unwrap()).lines();
         Process(child, lines)
@@ -48,6 +63,11 @@ impl Process {
     fn expect(&mut self, prefix: &str) -> String {
         let found = self.1.by_ref().map_while(Result::ok).find(|line| line.starts_with(prefix));
         found.unwrap_or_else(|| panic!("the process ended without {prefix:?}"))
+    }
+
+    fn is_killed(&mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
     }
 
     fn ends(mut self) {
@@ -70,8 +90,11 @@ struct Writer {
 }
 
 impl Writer {
-    fn connect(socket: &Path) -> Self {
-        Writer { guest: Guest::connect(socket), known: vec![0; SIZE], count: 0 }
+    /// Connects to a process that has just started, with a disk of zeroes.
+    fn connect_to(process: &mut Process, scratch: &Scratch) -> Self {
+        process.expect("serves");
+        let guest = Guest::connect(&scratch.path("vm.sock"));
+        Writer { guest, known: vec![0; SIZE], count: 0 }
     }
 
     /// Writes `count` blocks, and reads each back with the block of an earlier write.
@@ -87,6 +110,15 @@ impl Writer {
                 assert_eq!(self.guest.read(at, BLOCK), self.known[at..at + BLOCK], "{at}");
             }
         }
+    }
+
+    /// Connects again, because the process has died, and finds all that was answered.
+    fn connect_again(self, socket: &Path) -> Self {
+        let Writer { guest, known, count } = self;
+        drop(guest);
+        let mut guest = Guest::connect(socket);
+        assert!(guest.read(0, SIZE) == known, "answered writes are lost");
+        Writer { guest, known, count }
     }
 }
 
@@ -127,52 +159,126 @@ fn scratch(name: &str) -> Scratch {
     scratch
 }
 
+/// The folder of the journals of an image's process, on tmpfs.
+struct Journals(PathBuf);
+
+impl Journals {
+    fn of(scratch: &Scratch) -> PathBuf {
+        let path = scratch.path("");
+        Path::new("/dev/shm").join(path.file_name().unwrap())
+    }
+
+    /// Makes an image in the folder.
+    fn with_image(scratch: &Scratch) -> Self {
+        let image = scratch.file(IMAGE, &[]);
+        // Each write is one to a new cluster.
+        let options = CreateOptions { cluster_size: 4096, ..CreateOptions::new(SIZE as u64) };
+        let new = NewImage::Qcow2 { options, data: None };
+        tools::create(image.as_ref(), &OpenedFiles::default(), new).unwrap();
+        Journals(Journals::of(scratch))
+    }
+
+    /// Returns the number of files in the folder.
+    fn count(&self) -> usize {
+        std::fs::read_dir(&self.0).map_or(0, Iterator::count)
+    }
+}
+
+impl Drop for Journals {
+    fn drop(&mut self) {
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
 #[test]
 fn clients_stay_connected_while_the_program_is_replaced() {
     run_if_child();
     let scratch = scratch("upgrade");
     let mut running = Process::start(&scratch);
+    let writer = Writer::connect_to(&mut running, &scratch);
+    let writer = is_replaced(&scratch, running, writer, 10);
+    assert_eq!(std::fs::read(scratch.path("disk.img")).unwrap(), writer.known);
+}
+
+#[test]
+fn unflushed_writes_of_an_image_are_there_after_its_program_is_killed_or_replaced() {
+    run_if_child();
+    let scratch = scratch("upgrade-image");
+    let journals = Journals::with_image(&scratch);
+    let mut running = Process::start(&scratch);
+    let mut writer = Writer::connect_to(&mut running, &scratch);
+    for _ in 0..3 {
+        writer.work(10);
+        assert!(journals.count() > 0, "the changes of metadata are in no journal");
+        running.is_killed();
+        std::fs::remove_file(scratch.path("control")).unwrap();
+        running = Process::start(&scratch);
+        running.expect("serves");
+        writer = writer.connect_again(&scratch.path("vm.sock"));
+    }
+    writer = is_replaced(&scratch, running, writer, 3);
+    let mut running = Process::start(&scratch);
     running.expect("serves");
-    let mut writer = Writer::connect(&scratch.path("vm.sock"));
+    writer.connect_again(&scratch.path("vm.sock"));
+}
+
+/// Replaces the process so often under a guest and an NBD client. At the end it is killed.
+fn is_replaced(
+    scratch: &Scratch,
+    mut running: Process,
+    mut writer: Writer,
+    times: usize,
+) -> Writer {
     let mut client = NbdClient::connect(&scratch.path("nbd.sock"));
-    for _ in 0..10 {
+    for _ in 0..times {
         writer.work(50);
-        let mut next = Process::start(&scratch);
+        let mut next = Process::start(scratch);
         next.expect("serves");
         running.expect("handed disk over");
         std::mem::replace(&mut running, next).ends();
         writer.work(50);
         assert_eq!(client.read(7 * BLOCK), writer.known[7 * BLOCK..8 * BLOCK]);
     }
-    writer.guest.flush();
     // New clients come to the present process.
     NbdClient::connect(&scratch.path("nbd.sock"));
-    assert_eq!(std::fs::read(scratch.path("disk.img")).unwrap(), writer.known);
+    writer.guest.flush();
+    running.is_killed();
+    std::fs::remove_file(scratch.path("control")).unwrap();
+    writer
 }
 
 #[test]
 fn a_next_process_that_is_killed_leaves_the_disks_to_one_of_both() {
     run_if_child();
-    let scratch = scratch("killed");
-    let mut running = Process::start(&scratch);
-    running.expect("serves");
-    let mut writer = Writer::connect(&scratch.path("vm.sock"));
-    for round in 0..20 {
-        let mut next = Process::start(&scratch);
+    is_killed_meanwhile(&scratch("killed"), 20);
+}
+
+#[test]
+fn a_next_process_that_is_killed_loses_no_write_of_an_image() {
+    run_if_child();
+    let scratch = scratch("killed-image");
+    let _journals = Journals::with_image(&scratch);
+    is_killed_meanwhile(&scratch, 12);
+}
+
+/// Kills the next process at different moments of a hand-over.
+fn is_killed_meanwhile(scratch: &Scratch, times: usize) {
+    let mut running = Process::start(scratch);
+    let mut writer = Writer::connect_to(&mut running, scratch);
+    for round in 0..times {
+        let mut next = Process::start(scratch);
         next.expect("takes over");
         // The more requests, the later.
         writer.work(round);
-        next.0.kill().unwrap();
-        next.0.wait().unwrap();
+        next.is_killed();
         // Either the running process goes on, or it has handed over before the kill.
         let line = running.1.next().unwrap().unwrap();
         if line.starts_with("handed") {
             // The guest has lost its disk with the process that was killed.
             std::fs::remove_file(scratch.path("control")).unwrap();
-            running = Process::start(&scratch);
+            running = Process::start(scratch);
             running.expect("serves");
-            let known = std::mem::take(&mut writer.known);
-            writer = Writer { known, ..Writer::connect(&scratch.path("vm.sock")) };
+            writer = writer.connect_again(&scratch.path("vm.sock"));
         } else {
             assert!(line.starts_with("goes on"), "{line}");
         }
@@ -185,8 +291,7 @@ fn a_next_process_that_fails_leaves_the_disks_where_they_are() {
     run_if_child();
     let scratch = scratch("fails");
     let mut running = Process::start(&scratch);
-    running.expect("serves");
-    let mut writer = Writer::connect(&scratch.path("vm.sock"));
+    let mut writer = Writer::connect_to(&mut running, &scratch);
     writer.work(20);
     let shape = Shape { size: SIZE as u64, granule: 4096 };
     let fails = || Target::device("file", shape, async |_, _| Err::<Nothing, _>(failure()));
@@ -200,18 +305,10 @@ fn a_next_process_that_fails_leaves_the_disks_where_they_are() {
     assert!(running.expect("goes on").contains("not today"));
     writer.work(20);
     // The target has the file when the export fails.
-    for _ in 0..20 {
-        let next = UnixStream::connect(scratch.path("control")).unwrap();
-        let disk = |_: &str| {
-            let target = Target::device("file", shape, async |_, _| Ok(Nothing));
-            let target = target.file(scratch.path("disk.img"), Access::Write);
-            Some(Disk::target("disk", target).vhost_user(scratch.path("other.sock")))
-        };
-        let error = Yard::take_over(1, next, disk).map(drop).unwrap_err();
-        assert!(error.to_string().contains("other.sock"), "{error}");
-        running.expect("goes on");
-        writer.work(5);
-    }
+    fails_with_another_socket(&scratch, &mut running, &mut writer, 20, || {
+        let target = Target::device("file", shape, async |_, _| Ok(Nothing));
+        Disk::target("disk", target.file(scratch.path("disk.img"), Access::Write))
+    });
     // One that ends without a word.
     drop(UnixStream::connect(scratch.path("control")).unwrap());
     running.expect("goes on");
@@ -261,6 +358,49 @@ fn a_disk_that_could_not_be_flushed_is_not_served_again() {
     let line = running.expect("has []");
     assert!(line.contains("could not be flushed: writes may be lost"), "{line}");
     assert!(!scratch.path("vm.sock").exists());
+}
+
+#[test]
+fn a_next_process_that_fails_leaves_an_image_with_its_unflushed_writes() {
+    run_if_child();
+    let scratch = scratch("fails-image");
+    let _journals = Journals::with_image(&scratch);
+    let mut running = Process::start(&scratch);
+    let mut writer = Writer::connect_to(&mut running, &scratch);
+    writer.work(20);
+    // The image cannot be opened.
+    let next = UnixStream::connect(scratch.path("control")).unwrap();
+    let missing = || Disk::image("disk", scratch.path("missing.qcow2"));
+    let disk = |_: &str| Some(missing().vhost_user(scratch.path("vm.sock")));
+    let error = Yard::take_over(1, next, disk).map(drop).unwrap_err();
+    assert!(error.to_string().contains("missing.qcow2"), "{error}");
+    running.expect("goes on");
+    writer.work(20);
+    // The image is open when the export fails.
+    fails_with_another_socket(&scratch, &mut running, &mut writer, 10, || {
+        Disk::image("disk", scratch.path(IMAGE))
+    });
+    let mut client = NbdClient::connect(&scratch.path("nbd.sock"));
+    assert_eq!(client.read(7 * BLOCK), writer.known[7 * BLOCK..8 * BLOCK]);
+    assert!(writer.guest.read(0, SIZE) == writer.known);
+}
+
+/// Takes the disk over with another socket, which fails, so often.
+fn fails_with_another_socket(
+    scratch: &Scratch,
+    running: &mut Process,
+    writer: &mut Writer,
+    times: usize,
+    disk: impl Fn() -> Disk,
+) {
+    for _ in 0..times {
+        let next = UnixStream::connect(scratch.path("control")).unwrap();
+        let disk = |_: &str| Some(disk().vhost_user(scratch.path("other.sock")));
+        let error = Yard::take_over(1, next, disk).map(drop).unwrap_err();
+        assert!(error.to_string().contains("other.sock"), "{error}");
+        running.expect("goes on");
+        writer.work(5);
+    }
 }
 
 fn failure() -> std::io::Error {

@@ -6,6 +6,7 @@ use std::os::unix::net::UnixStream;
 use blockyard_disk::Carried;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
+use blockyard_image::journal;
 
 use super::{CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, Peer, check_exports, unexpected};
 use crate::disk::{Disk, Export};
@@ -32,8 +33,11 @@ impl Yard {
         let yard = Yard::start(reactors)?;
         let peer = Peer::new(from, MESSAGE_TIME);
         custody::wait_with_all_disks();
+        // If this process dies, the other one may use another folder of journals.
+        journal::hold(true);
         match yard.take(&peer, disk) {
             Ok(()) => {
+                journal::hold(false);
                 custody::set(Custody::Owner);
                 yard.inherited.clear();
                 Ok(yard)
