@@ -1,6 +1,6 @@
-//! The example program `cowd.py` with power cuts, which end it. Its data lie on simulated disks. Its
-//! table is a real file. With each answer the table comes to a simulated file, which loses what the
-//! program has not synced: a prelude of the program notes its writes and syncs.
+//! The example program `cowd.py` with power cuts, which end it. Its data lie on simulated disks.
+//! Its table is a real file. With each answer the table comes to a simulated file, which loses what
+//! the program has not synced: a prelude of the program notes its writes and syncs.
 
 use std::io::{self, BufRead, BufReader, Write};
 use std::ops::Range;
