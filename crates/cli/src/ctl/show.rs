@@ -7,14 +7,20 @@ use blockyard_control::types::{
     LimitSetting, Reload, Resized, Resumed, ServerInfo, Settings, State, UnopenedDisk, Upgraded,
 };
 use blockyard_program::output::shell;
+use blockyard_ring::text::is_deceptive;
 use serde_json::Value;
 use unicode_width::UnicodeWidthStr;
 
 use super::Command;
 use super::events::utc;
 
-/// Returns the answer of a command as text.
-pub fn text(command: &Command, mut answer: Value) -> serde_json::Result<String> {
+/// Returns the answer of a command as text for a terminal, whatever names it contains.
+pub fn text(command: &Command, answer: Value) -> serde_json::Result<String> {
+    let text = plain(command, answer)?;
+    Ok(text.replace(|c| c != '\n' && is_deceptive(c), "?"))
+}
+
+fn plain(command: &Command, mut answer: Value) -> serde_json::Result<String> {
     Ok(match command {
         Command::Status => {
             let disks: Vec<DiskRow> = serde_json::from_value(answer["disks"].take())?;
@@ -382,7 +388,23 @@ fn reload(reload: &Reload) -> String {
 
 #[cfg(test)]
 mod tests {
+    use blockyard_control::types::FailedDisk;
+
     use super::*;
+
+    #[test]
+    fn no_answer_sends_characters_to_a_terminal_that_turn_or_hide_text() {
+        let name = "a\u{202e}b\u{1b}[2J\nc";
+        let failed = FailedDisk { disk: name.into(), error: name.into() };
+        let reload =
+            Reload { removed: vec![name.into()], failed: vec![failed], ..Reload::default() };
+        let answer = serde_json::to_value(reload).unwrap();
+        let shown = text(&Command::Reload { dry_run: false }, answer).unwrap();
+        assert!(!shown.contains(|c: char| c != '\n' && is_deceptive(c)), "{shown:?}");
+        assert!(shown.starts_with("a?b?[2J"), "{shown}");
+        let flushed = text(&Command::Flush { disk: name.into() }, Value::Null).unwrap();
+        assert!(flushed.starts_with("flushed a?b?[2J"), "{flushed}");
+    }
 
     #[test]
     fn sizes_have_one_decimal_and_tables_are_aligned() {

@@ -1,6 +1,7 @@
 //! The screen: a table of disks, or one disk in detail. It fits 80 columns and 24 lines.
 
 use blockyard_control::figures::DiskFigures;
+use blockyard_ring::text::clean;
 use ratatui::Frame;
 use ratatui::layout::{Alignment, Constraint, Layout, Rect};
 use ratatui::style::{Color, Modifier, Style, Stylize};
@@ -136,7 +137,7 @@ fn table(frame: &mut Frame<'_>, area: Rect, view: &View) {
     head.push(Cell::from("trend"));
     let lines = rows.iter().map(|row| {
         let figures = row.figures;
-        let mut cells = vec![Cell::from(figures.name.clone())];
+        let mut cells = vec![Cell::from(clean(&figures.name))];
         let state = state(figures);
         cells.extend(has_states.then(|| Cell::from(state.map_or("", |(name, _)| name))));
         cells.extend(columns.iter().map(|(.., text)| right(Span::from(text(view, row)))));
@@ -192,7 +193,7 @@ fn detail(frame: &mut Frame<'_>, area: Rect, view: &View, row: &Row<'_>) {
 /// Returns lines about a disk: image, sizes, limits, flushes.
 fn facts(row: &Row<'_>) -> Vec<Line<'static>> {
     let disk = row.figures;
-    let mut first = vec![Span::from(disk.name.clone()).bold()];
+    let mut first = vec![Span::from(clean(&disk.name)).bold()];
     first.push(format!("  {}  {}", disk.image, size(disk.size)).into());
     if disk.read_only {
         first.push("  read-only".into());
