@@ -1,6 +1,7 @@
 //! Guests that share a simulated device: shares, protection, reservations, and freedom from
 //! starvation.
 
+mod beside;
 mod figures;
 mod model;
 mod orders;

@@ -3,14 +3,15 @@
 //! The device has a number of servers and a FIFO queue. A guest keeps a number of operations in
 //! flight. When one completes, it waits for its think time and starts the next one.
 
+use std::cell::RefCell;
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::sync::{Arc, Mutex};
 use std::task::{Wake, Waker};
 
 use blockyard_sched::{
-    Calibration, Costs, DeviceClass, DeviceProfile, Figures, Grant, Host, Knobs, Operation,
-    OperationKind, ReactorShare, WaitToken,
+    Calibration, Costs, DeviceClass, DeviceProfile, Figures, Flow, Grant, Host, Knobs, Operation,
+    OperationKind, ReactorShare, Shortfall, WaitToken,
 };
 
 pub const MS: u64 = 1_000_000;
@@ -35,6 +36,10 @@ pub struct Guest {
     pub shifts: Option<(u64, u64)>,
     /// Whether the image answers without the device, as for clusters that are not allocated.
     pub is_answered: bool,
+    /// Whether it is a process that uses the device and has no share of it.
+    pub is_foreign: bool,
+    /// Knobs that it gets at these times, in nanoseconds.
+    pub changes: Vec<(u64, Knobs)>,
 }
 
 impl Guest {
@@ -50,6 +55,8 @@ impl Guest {
             until: u64::MAX,
             shifts: None,
             is_answered: false,
+            is_foreign: false,
+            changes: Vec::new(),
         }
     }
 
@@ -93,6 +100,8 @@ pub enum Mood {
     Even,
     /// Once in this many nanoseconds nothing completes for the second number of nanoseconds.
     Stalls(u64, u64),
+    /// From this time on nothing completes for the second number of nanoseconds.
+    Stops(u64, u64),
     /// Once in this many nanoseconds it takes three times as long for the second number of
     /// nanoseconds.
     Slows(u64, u64),
@@ -173,6 +182,9 @@ impl Model {
             Mood::Stalls(every, stall) if now % every + time > every - stall => {
                 every - now % every + time
             }
+            Mood::Stops(at, lasts) if now < at + lasts && now + time > at => {
+                at + lasts - now + time
+            }
             Mood::Slows(every, slow) if now % every < slow => 3 * time,
             Mood::Changes(at, percent) if now >= at => time * percent / 100,
             _ => time,
@@ -209,6 +221,10 @@ impl Wake for Woken {
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Event {
     Ask(usize),
+    /// A guest's knobs change: the guest, and the number of the change.
+    Change(usize, usize),
+    /// The limits of a guest admit its next operation.
+    Opens(usize),
     /// A server becomes free.
     Served(usize),
     Ended(usize),
@@ -228,6 +244,15 @@ struct Under {
     flushes: Option<Vec<usize>>,
 }
 
+thread_local! {
+    static REPORTS: RefCell<Vec<Shortfall>> = const { RefCell::new(Vec::new()) };
+}
+
+/// Returns the reports of too large reservations in the last simulation of this thread, once.
+pub fn reports() -> Vec<Shortfall> {
+    REPORTS.take()
+}
+
 pub struct Simulation {
     model: Model,
     now: u64,
@@ -236,6 +261,8 @@ pub struct Simulation {
     guests: Vec<Guest>,
     turns: Vec<usize>,
     shares: Vec<ReactorShare>,
+    /// Of each guest: its operations that wait for its limits, and its flow in them.
+    limited: Vec<(VecDeque<usize>, Arc<Flow>)>,
     got: Vec<Got>,
     under: Vec<Under>,
     free: Vec<usize>,
@@ -256,7 +283,8 @@ pub struct Simulation {
 
 impl Simulation {
     pub fn new(model: Model, guests: &[Guest]) -> Self {
-        let host = Host::default();
+        let host = Host::reporting(|it| REPORTS.with_borrow_mut(|all| all.push(it.clone())));
+        reports();
         let baseline = if model.calibrated { model.time } else { 0 };
         let calibration = Calibration {
             baseline_read_ns: baseline,
@@ -266,9 +294,12 @@ impl Simulation {
         };
         let profile = DeviceProfile { class: model.class, calibration };
         let device = (model.scheduled && model.window.is_none()).then_some(("model", &profile));
-        let share =
-            |g: &Guest| host.share(device, g.group.as_ref().map(|(name, k)| (*name, k)), &g.knobs);
+        let share = |g: &Guest| {
+            let group = g.group.as_ref().map(|(name, knobs)| (*name, knobs));
+            host.share(device.filter(|_| !g.is_foreign), group, &g.knobs)
+        };
         let shares: Vec<_> = guests.iter().map(|guest| share(guest).on_reactor()).collect();
+        shares.iter().enumerate().for_each(|(at, share)| share.set_name(&at.to_string()));
         let mut simulation = Simulation {
             model,
             now: 0,
@@ -276,6 +307,7 @@ impl Simulation {
             count: 0,
             turns: vec![0; guests.len()],
             got: vec![Got::default(); guests.len()],
+            limited: shares.iter().map(|share| (VecDeque::new(), share.new_flow())).collect(),
             shares,
             guests: guests.to_vec(),
             under: Vec::new(),
@@ -295,6 +327,9 @@ impl Simulation {
             (0..guest.depth).for_each(|n| {
                 simulation.at(guest.from + (n as u64) * 1_000 + at as u64, Event::Ask(at));
             });
+            for (number, (time, _)) in guest.changes.iter().enumerate() {
+                simulation.at(*time, Event::Change(at, number));
+            }
         }
         simulation
     }
@@ -324,6 +359,10 @@ impl Simulation {
             match event {
                 Event::Ask(guest) if time < self.guests[guest].until => self.ask(guest),
                 Event::Ask(_) => {}
+                Event::Change(guest, number) => {
+                    self.shares[guest].set(&self.guests[guest].changes[number].1, time);
+                }
+                Event::Opens(guest) => self.opens(guest),
                 Event::Served(which) => self.served(which),
                 Event::Ended(which) => self.ended(which, from),
                 Event::Claim(which, number) if self.under[which].waits == Some(number) => {
@@ -347,6 +386,32 @@ impl Simulation {
         self.turns[guest] += 1;
         let operation = Operation { kind, bytes, sequential: false, requests: 1 };
         let which = self.put(guest, operation, None);
+        if self.guests[guest].is_foreign {
+            return self.occupy(which);
+        }
+        self.limited[guest].0.push_back(which);
+        if self.limited[guest].0.len() == 1 {
+            self.opens(guest);
+        }
+    }
+
+    /// Begins the operations of a guest that its limits admit, in order of arrival.
+    fn opens(&mut self, guest: usize) {
+        while let Some(which) = self.limited[guest].0.front().copied() {
+            let operation = self.under[which].operation;
+            if let Err(at) = self.shares[guest].limit(self.now, &operation, &self.limited[guest].1)
+            {
+                // As in the server: the limits may change meanwhile.
+                let at = at.clamp(self.now + 1_000, self.now + 20 * MS);
+                return self.at(at, Event::Opens(guest));
+            }
+            self.limited[guest].0.pop_front();
+            self.begin(guest, which);
+        }
+    }
+
+    fn begin(&mut self, guest: usize, which: usize) {
+        let operation = self.under[which].operation;
         if let Some(most) = self.model.window
             && guest > 0
         {
