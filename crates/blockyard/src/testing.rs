@@ -11,7 +11,7 @@
 //! - A request may fail after that, and only then.
 //! - A write that fails leaves each of its sectors old or new, and no other sector.
 //! - A flush that fails promises nothing: each sector that no flush covers is old or new. Reads
-//!   that end before the answer of such a flush are not checked.
+//!   that overlap such a flush are not checked.
 //! - The disk is served again after errors, without a power cut and with one. It holds all that was
 //!   durable before, and what later flushes cover.
 //!
@@ -339,12 +339,14 @@ impl Rig {
 
     async fn read(&self, disk: &impl Storage, offset: u64, len: u64) -> io::Result<()> {
         let token = self.oracle.borrow_mut().read_started();
+        let was_lost = disk.lost().is_some();
         let bytes = read(disk, offset, len).await;
         let bytes = self.answered(disk, bytes)?;
         let mut oracle = self.oracle.borrow_mut();
+        // A flush may have failed meanwhile, and its answer not be there yet.
+        let overlaps = disk.lost().is_some() != was_lost || oracle.is_flushing();
         match bytes {
-            // A flush may have failed, and its answer not be there yet.
-            Some(_) if self.has_failed() && oracle.is_flushing() => oracle.read_withdrawn(token),
+            Some(_) if self.has_failed() && overlaps => oracle.read_withdrawn(token),
             Some(bytes) => self.note(oracle.check_read(token, offset, &bytes)),
             None => oracle.read_withdrawn(token),
         }

@@ -349,8 +349,7 @@ fn a_disk_that_could_not_be_flushed_is_not_served_again() {
     }
     let scratch = scratch("unflushed");
     let mut running = Process::start(&scratch);
-    running.expect("serves");
-    let mut writer = Writer::connect(&scratch.path("vm.sock"));
+    let mut writer = Writer::connect_to(&mut running, &scratch);
     writer.guest.write(0, &[1; BLOCK]);
     let next = UnixStream::connect(scratch.path("control")).unwrap();
     let disk = |_: &str| -> Option<Disk> { panic!("the disk has ended") };
