@@ -346,7 +346,7 @@ mod tests {
         reserve("b", "base").unwrap();
         book.hold("a").unwrap().remove();
         reserve("c", "top").unwrap();
-        // A disk whose image becomes known later.
+        // The image of a disk becomes known later.
         let (args, keys) = disk("d", "top");
         let image = ImageId::of(&args);
         let held = book.reserve(args, keys, false, None).unwrap();

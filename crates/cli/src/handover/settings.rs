@@ -54,7 +54,7 @@ pub fn split(
     let mut split = Split::default();
     for (at, args) in config.disks.iter().enumerate() {
         let (name, keys) = (args.name(), config.keys(at));
-        // An operator who has changed the file means it.
+        // A change of the file since then has precedence.
         let gone = removed.remove(&name).filter(|before| *before == keys);
         split.removed.extend(gone.iter().map(|keys| (name.clone(), keys.clone())));
         let place = offered.iter().position(|offered| offered.name == name);

@@ -187,8 +187,7 @@ impl Oracle {
         }
     }
 
-    /// Records that a flush has ended whose success promises nothing for other writes: that of a
-    /// durable write.
+    /// Records the end of a flush that promises nothing for other writes: that of a durable write.
     pub fn flush_withdrawn(&mut self, token: FlushToken) {
         self.flushes.retain(|&start| start != token.0);
     }
@@ -215,7 +214,7 @@ impl Oracle {
         })
     }
 
-    /// Records that a read has ended whose data mean nothing.
+    /// Records the end of a read with data that mean nothing.
     pub fn read_withdrawn(&mut self, token: ReadToken) {
         self.reads.retain(|&start| start != token.0);
     }
