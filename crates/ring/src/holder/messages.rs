@@ -14,21 +14,45 @@ const SEND: rustix::net::sockopt::Timeout = rustix::net::sockopt::Timeout::Send;
 
 /// Most processes that close sockets at the same time.
 const MOST_CLOSERS: usize = 16;
+/// Most descriptors that wait for such a process.
+const MOST_WAITING: usize = 4096;
 
 /// Processes that close sockets. Another process can block the last close of a socket: one in its
 /// queue may linger. The holder must never wait for that, and has no threads.
-#[derive(Default)]
-pub(super) struct Closers([libc::pid_t; MOST_CLOSERS]);
+pub(super) struct Closers {
+    pids: [libc::pid_t; MOST_CLOSERS],
+    /// Descriptors that none of them closes yet.
+    waiting: [RawFd; MOST_WAITING],
+    count: usize,
+}
+
+impl Default for Closers {
+    fn default() -> Self {
+        Closers { pids: [0; MOST_CLOSERS], waiting: [-1; MOST_WAITING], count: 0 }
+    }
+}
 
 impl Closers {
-    /// Closes descriptors that the holder has received. Returns false if no process can close
-    /// them: then they stay open.
+    /// Closes descriptors that the holder has received. Returns false if they stay open, because
+    /// too many wait for a process.
     pub(super) fn close(&mut self, fds: &[RawFd]) -> bool {
         if !fds.iter().any(|fd| is_socket(*fd)) {
             close_all(fds);
             return true;
         }
-        let Some(free) = self.0.iter_mut().find(|pid| **pid == 0) else { return false };
+        let Some(room) = self.waiting[self.count..].get_mut(..fds.len()) else { return false };
+        room.copy_from_slice(fds);
+        self.count += fds.len();
+        self.start();
+        true
+    }
+
+    /// Starts a process for all descriptors that wait, if there is a place for it.
+    fn start(&mut self) {
+        let Some(free) = self.pids.iter_mut().find(|pid| **pid == 0) else { return };
+        let waiting = &mut self.waiting[..self.count];
+        // The memory of a guest must not wait for a socket.
+        waiting.sort_unstable_by_key(|fd| is_socket(*fd));
         let parent = rustix::process::getpid();
         let flags = libc::CLONE_FILES | libc::SIGCHLD;
         // SAFETY: the process has this one's table of descriptors and a copy of its memory. It
@@ -38,23 +62,33 @@ impl Closers {
             // The table must not outlive this process.
             let killed = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
             if killed.is_ok() && rustix::process::getppid() == Some(parent) {
-                close_all(fds);
+                close_all(waiting);
             }
             // SAFETY: it ends at once.
             unsafe { libc::_exit(0) };
         }
-        *free = pid.max(0) as libc::pid_t;
-        pid > 0
+        if pid > 0 {
+            (*free, self.count) = (pid as libc::pid_t, 0);
+        }
     }
 
     #[cfg(test)]
     pub(super) fn numbers(&self) -> Vec<libc::pid_t> {
-        self.0.iter().copied().filter(|pid| *pid > 0).collect()
+        self.pids.iter().copied().filter(|pid| *pid > 0).collect()
+    }
+
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> usize {
+        self.count
     }
 
     /// Notes that a process has ended.
     pub(super) fn ended(&mut self, pid: libc::pid_t) {
-        self.0.iter_mut().filter(|closer| **closer == pid).for_each(|closer| *closer = 0);
+        let closers = self.pids.iter_mut().filter(|closer| **closer == pid);
+        let ended = closers.map(|closer| *closer = 0).count();
+        if ended > 0 && self.count > 0 {
+            self.start();
+        }
     }
 }
 
