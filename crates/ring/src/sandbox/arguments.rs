@@ -13,10 +13,22 @@ use crate::xen;
 type Result<T> = std::result::Result<T, seccompiler::BackendError>;
 
 /// Requests of `ioctl`, besides those of devices: non-blocking mode, bytes to read, close at exec,
-/// and whether a descriptor is a terminal (TCGETS, TCGETS2), which the C library asks before it
-/// writes. Not among them: TIOCSTI and TIOCLINUX, which type into a terminal.
-const PLAIN: [u64; 6] =
-    [libc::FIONBIO, libc::FIONREAD, libc::FIOCLEX, libc::TCGETS, TCGETS2, crate::host::BLKDISCARD];
+/// whether a descriptor is a terminal (TCGETS, TCGETS2), which the C library asks before it writes,
+/// and the number of a network interface (SIOCGIFINDEX), which it asks for an IPv6 address with a
+/// scope, also for one of a name server. Not among them: TIOCSTI and TIOCLINUX, which type into a
+/// terminal.
+const PLAIN: [u64; 7] = [
+    libc::FIONBIO,
+    libc::FIONREAD,
+    libc::FIOCLEX,
+    libc::TCGETS,
+    TCGETS2,
+    SIOCGIFINDEX,
+    crate::host::BLKDISCARD,
+];
+
+/// From the kernel's `sockios.h`.
+const SIOCGIFINDEX: u64 = 0x8933;
 
 /// `_IOR('T', 0x2a, struct termios2)`
 const TCGETS2: u64 = 0x802c_542a;

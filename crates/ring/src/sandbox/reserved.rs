@@ -84,6 +84,8 @@ struct Known {
     places: Arc<Places>,
     /// When a thread began to look. None: never.
     since: Option<Instant>,
+    /// That thread has not seen all files yet.
+    is_looking: bool,
 }
 
 static KNOWN: LazyLock<Mutex<Known>> = LazyLock::new(Mutex::default);
@@ -99,18 +101,18 @@ fn known() -> MutexGuard<'static, Known> {
 /// Returns the present places. Only the thread that looks again waits for file systems.
 fn present_places() -> Arc<Places> {
     let mut state = known();
-    if state.since.is_some_and(|since| since.elapsed() < PLACES_HOLD) {
+    if state.is_looking || state.since.is_some_and(|since| since.elapsed() < PLACES_HOLD) {
         return state.places.clone();
     }
     let begun = Some(Instant::now());
-    state.since = begun;
+    (state.since, state.is_looking) = (begun, true);
     drop(state);
     let reserved = RESERVED.read().unwrap_or_else(PoisonError::into_inner).clone();
     let places = Arc::new(reserved.unwrap_or_default().places());
     let mut state = known();
     // Other files may be reserved by now.
     if state.since == begun {
-        state.places = places.clone();
+        (state.places, state.is_looking) = (places.clone(), false);
     }
     places
 }
@@ -124,7 +126,7 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 pub fn reserve(reserved: Reserved) {
     let places = Arc::new(reserved.places());
     *RESERVED.write().unwrap_or_else(PoisonError::into_inner) = Some(reserved);
-    *known() = Known { places, since: Some(Instant::now()) };
+    *known() = Known { places, since: Some(Instant::now()), is_looking: false };
 }
 
 fn is_in(path: &Path, file: Option<(u64, u64)>) -> bool {

@@ -102,7 +102,8 @@ fn arguments() -> Vec<(libc::c_long, [u64; 2], bool)> {
         ioctl(libc::TIOCSTI, false),
         ioctl(0x541c, false), // TIOCLINUX
         ioctl(libc::TIOCSCTTY, false),
-        ioctl(0x8933, false), // SIOCGIFINDEX
+        ioctl(0x8933, true),  // SIOCGIFINDEX
+        ioctl(0x8914, false), // SIOCSIFFLAGS
         ioctl(libc::FIONBIO, true),
         ioctl(libc::TCGETS, true),
         // The kernel ignores the upper half.
