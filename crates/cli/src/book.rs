@@ -147,14 +147,15 @@ impl Book {
     }
 
     /// Records that a reload has read these disks from the files. It takes back what calls have
-    /// set and removed.
+    /// set and removed. A call that holds a disk sets it after the reload.
     pub fn follow(&self, disks: &[DiskArgs]) {
         self.adopt(disks);
         let mut entries = self.entries();
         entries.removed.clear();
         for disk in disks {
             let entry = entries.all.get_mut(&disk.name());
-            entry.filter(|entry| entry.args == *disk).into_iter().for_each(|e| e.set.clear());
+            let is_followed = |entry: &&mut Entry| entry.args == *disk && !entry.is_held;
+            entry.filter(is_followed).into_iter().for_each(|entry| entry.set.clear());
         }
     }
 

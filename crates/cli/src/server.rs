@@ -173,7 +173,7 @@ impl<'a> Adding<'a> {
         let Adding { server, held, mut pending, args, settings, locked, begun } = self;
         let disk = args.name();
         let late = Late { settings, locked, ended: added_late };
-        let listed = server.waits.list(&disk, "is opening");
+        let listed = server.waits.list_since(&disk, "is opening", begun);
         let not = |error, held| Err(NotOpened { error: Box::new(error), held });
         loop {
             let left = limit.saturating_sub(begun.elapsed());
@@ -466,6 +466,10 @@ fn added_late(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>)
             let e = AddError::of(e, args);
             held.remove();
             server.note_ended(&entry, &e.to_string());
+            if entry.by_api {
+                // No reload opens it again, so its clients must not wait.
+                server.common.handed.end_disk(&args.name(), Vec::new());
+            }
             tracing::error!(disk = args.name(), "it is not served: {:#}", anyhow::Error::from(e));
         }
     }

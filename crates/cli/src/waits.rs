@@ -40,7 +40,13 @@ impl Waits {
 
     /// Lists a wait until the returned value is dropped. `what`: what the disk does meanwhile.
     pub fn list(&self, disk: &str, what: &'static str) -> Listed<'_> {
-        let (mut state, since) = (self.state(), Instant::now());
+        self.list_since(disk, what, Instant::now())
+    }
+
+    /// Like `list`, for work that has begun before the wait: of disks that open at the same time,
+    /// only the first one needs the shortest wait.
+    pub fn list_since(&self, disk: &str, what: &'static str, since: Instant) -> Listed<'_> {
+        let mut state = self.state();
         state.count += 1;
         let number = state.count;
         state.waits.insert(number, Wait { disk: disk.into(), what, since });

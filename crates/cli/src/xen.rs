@@ -39,7 +39,7 @@ pub enum Command {
 
 // DEVICE is what --xen says for `serve`.
 #[derive(Args)]
-#[command(mut_arg("image", |image| image.required(true)), mut_arg("xen", |xen| xen.hide(true)))]
+#[command(mut_arg("xen", |xen| xen.hide(true)))]
 pub struct XenAttachOptions {
     /// Domain number of the guest (xl domid NAME).
     #[arg(value_name = "DOMID")]

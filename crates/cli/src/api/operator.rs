@@ -349,10 +349,12 @@ impl Operator for Server {
         let mut forgotten = Ok(());
         let entry = Some(held.entry()).filter(|entry| !entry.by_api);
         let removed = self.remove_after(held, STORAGE_TIME, || {
-            if let Some(entry) = entry {
+            let lacks = store.map(|store| store.forget(name));
+            // If the file does not have the disk any more, it may have it again later.
+            if let Some(entry) = entry.filter(|_| !matches!(lacks, Some(Ok(())))) {
                 self.book.note_removed(name, entry.file_keys());
             }
-            forgotten = store.map_or(Ok(()), |store| store.forget(name));
+            forgotten = lacks.unwrap_or(Ok(()));
         });
         let flushed = removed.map_err(words::removal)?;
         let done = match flushed {

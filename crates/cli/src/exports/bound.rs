@@ -3,7 +3,7 @@
 //! In: the new addresses of disks that are closed and opened again. Out: a listening socket for
 //! each of them, or an error before a client is disconnected. What must hold: what no export has
 //! taken is closed at the end of the reload. Addresses of the server's present disks are not tried,
-//! because they become free later.
+//! because they become free later, and TCP ports neither: an address may be a part of another one.
 
 use std::collections::{HashMap, HashSet};
 use std::path::PathBuf;
@@ -28,6 +28,14 @@ impl Address {
     pub fn unix(path: PathBuf) -> Self {
         Address::Unix(std::path::absolute(&path).unwrap_or(path))
     }
+
+    /// Returns whether a listener on this address may exclude one on the other address.
+    fn excludes(&self, other: &Self) -> bool {
+        match (self, other) {
+            (Address::Tcp(_, port), Address::Tcp(_, other)) => port == other,
+            _ => self == other,
+        }
+    }
 }
 
 /// Returns the addresses of a disk, with the paths as they were given.
@@ -47,7 +55,8 @@ pub fn addresses<'a>(disks: impl Iterator<Item = &'a DiskArgs>) -> HashSet<Addre
 
 /// Returns an error if a disk cannot listen on one of its addresses, except for `present` ones.
 pub fn probe(args: &DiskArgs, present: &HashSet<Address>) -> anyhow::Result<()> {
-    let new = given(args).into_iter().filter(|(address, _)| !present.contains(address));
+    let is_taken = |address: &Address| present.iter().any(|other| other.excludes(address));
+    let new = given(args).into_iter().filter(|(address, _)| !is_taken(address));
     new.into_iter().try_for_each(|(address, path)| {
         beside(address, path, |address, path| {
             let tried = match address {
@@ -72,7 +81,8 @@ impl Bound {
     pub fn bind(&self, args: &DiskArgs, present: &HashSet<Address>) -> anyhow::Result<()> {
         let mut new = Vec::new();
         for (address, path) in given(args) {
-            if present.contains(&address) || self.all().contains_key(&address) {
+            let is_taken = present.iter().any(|other| other.excludes(&address));
+            if is_taken || self.all().contains_key(&address) {
                 continue;
             }
             let listener = beside(address.clone(), path, |address, path| {
@@ -153,6 +163,13 @@ mod tests {
             probe(&args, &present).unwrap();
             bound.bind(&args, &present).unwrap();
         }
+        // The old address of the disk covers the new one.
+        let old = disk(&format!("nbd = \"tcp:*:{port}\"\n"));
+        let args = disk(&format!("nbd = \"tcp:127.0.0.1:{port}\"\n"));
+        let present = addresses([&old].into_iter());
+        probe(&args, &present).unwrap();
+        bound.bind(&args, &present).unwrap();
+        assert!(bound.all().is_empty());
         let args = disk(&format!("vhost-user = {free:?}\n"));
         probe(&args, &none).unwrap();
         assert!(!free.exists());

@@ -167,7 +167,10 @@ impl Back<'_> {
 fn has_tried(server: &Server, held: HeldDisk<'_>, added: Result<(), YardError>) {
     let name = held.args().name();
     match added {
-        Ok(()) => tracing::info!(disk = name, "served again"),
+        Ok(()) => {
+            server.unopened.clear(&name);
+            tracing::info!(disk = name, "served again");
+        }
         // This server ends, or another one opens the disk.
         Err(YardError::Closing) => return drop(held.lend()),
         Err(e) => {
