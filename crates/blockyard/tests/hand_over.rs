@@ -352,7 +352,11 @@ fn a_disk_that_could_not_be_flushed_is_not_served_again() {
     let mut writer = Writer::connect_to(&mut running, &scratch);
     writer.guest.write(0, &[1; BLOCK]);
     let next = UnixStream::connect(scratch.path("control")).unwrap();
-    let disk = |_: &str| -> Option<Disk> { panic!("the disk has ended") };
+    let shape = Shape { size: SIZE as u64, granule: 4096 };
+    let disk = |name: &str| {
+        let target = Target::device("unflushed", shape, async |_, _| Ok(Unflushed));
+        Some(Disk::target(name, target).vhost_user(scratch.path("vm.sock")))
+    };
     Yard::take_over(1, next, disk).map(drop).unwrap_err();
     let line = running.expect("has []");
     assert!(line.contains("could not be flushed: writes may be lost"), "{line}");

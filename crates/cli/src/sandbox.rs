@@ -502,6 +502,8 @@ mod tests {
 
     #[test]
     fn the_folders_of_disks_sockets_and_certificates_are_granted() {
+        // This program is not the one that looks at images.
+        early::end();
         let text = "[nbd]\ntls-certificates = \"/tls\"\n\
                     [[disk]]\nimage = \"/images/a.qcow2\"\nvhost-user = \"/run/a.sock\"\n\
                     backing-folders = [\"/golden\"]\n\
@@ -528,6 +530,8 @@ mod tests {
 
     #[test]
     fn a_device_is_granted_alone_and_ublk_needs_all_devices() {
+        // This program is not the one that looks at images.
+        early::end();
         let disk = "[[disk]]\nimage = \"/dev/zero\"\nvhost-user = \"fd:3\"\n";
         let conf = Folder::new("/conf", Access::Read);
         let (more, write) = (Folder::new("/more", Access::Write), Access::Write);

@@ -273,3 +273,37 @@ impl Drop for Sent {
         self.activity.waits();
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    #[tokio::test]
+    async fn a_client_waits_if_all_others_have_requests_that_run() {
+        let connections = Connections::new();
+        let mut all = Vec::new();
+        for _ in 0..MAX_CONNECTIONS {
+            let place = connections.place(connections.accepted()).await.unwrap();
+            all.push(connections.add(place));
+        }
+        assert!(all.iter().all(|connection| connection.activity.runs()));
+        let mut place = Box::pin(connections.place(connections.accepted()));
+        let waited = tokio::time::timeout(Duration::ZERO, &mut place).await;
+        assert!(waited.is_err() && all.iter().all(|connection| connection.activity.runs()));
+        drop(all.pop());
+        let added = connections.add(place.await.unwrap());
+        assert!(added.activity.runs());
+        // The next client needs the place of a connection that waits for a request.
+        all[5].activity.waits();
+        let mut place = Box::pin(connections.place(connections.accepted()));
+        let waited = tokio::time::timeout(Duration::ZERO, &mut place).await;
+        assert!(waited.is_err() && !all[5].activity.runs(), "it starts no request");
+        all[5].closed().await;
+        drop(all.swap_remove(5));
+        drop(place.await.unwrap());
+        drop((all, added));
+        assert!(connections.are_none());
+    }
+}

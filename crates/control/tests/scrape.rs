@@ -221,33 +221,6 @@ fn connections_without_complete_requests_shut_no_client_out() {
 }
 
 #[test]
-fn a_client_waits_for_a_place_when_all_connections_have_requests_that_run() {
-    let (_api, socket, _) = start("full");
-    let streams: Vec<_> = (0..64)
-        .map(|_| {
-            let mut stream = ask(UnixStream::connect_addr(&socket).unwrap(), "/v1/events");
-            let mut head = [0; 12];
-            stream.read_exact(&mut head).unwrap();
-            assert_eq!(&head, b"HTTP/1.1 200");
-            stream
-        })
-        .collect();
-    let waiting: Vec<_> =
-        (0..3).map(|_| ask(UnixStream::connect_addr(&socket).unwrap(), "/v1")).collect();
-    for client in &waiting {
-        client.set_nonblocking(true).unwrap();
-        let error = (&*client).read(&mut [0]).unwrap_err();
-        assert_eq!(error.kind(), std::io::ErrorKind::WouldBlock, "the server closed it");
-        client.set_nonblocking(false).unwrap();
-    }
-    for (stream, client) in streams.into_iter().zip(waiting) {
-        drop(stream);
-        let answer = read(client);
-        assert!(answer.starts_with("HTTP/1.1 200"), "{answer}");
-    }
-}
-
-#[test]
 fn the_address_offers_no_call_and_answers_to_no_name_of_another_site() {
     let (_api, _, address) = start("names");
     let answer = |request: &str| {

@@ -133,8 +133,16 @@ mod tests {
         let third = page(8192).unwrap();
         assert!(matches!(page(12288), Err(MemoryError::Exceeded { .. })));
         drop(slice);
-        page(12288).unwrap();
+        // Another thread unmaps.
+        let mapped = |len| {
+            let began = std::time::Instant::now();
+            while mapper.map(&memfd, 0, 0, 0, len).is_err() {
+                assert!(began.elapsed() < std::time::Duration::from_secs(60), "{len}");
+                std::thread::yield_now();
+            }
+        };
+        mapped(4096);
         drop((memory, third));
-        mapper.map(&memfd, 0, 0, 0, 8192).unwrap();
+        mapped(8192);
     }
 }

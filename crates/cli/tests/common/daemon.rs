@@ -241,14 +241,15 @@ impl Daemon {
     }
 
     /// Returns the process number of the server that this holder keeps the sessions of. Processes
-    /// that helped a dead server are children of the holder, too. The list of children can lack one
-    /// while others end (proc(5)).
+    /// that helped a dead server are children of the holder, too, and processes that close sockets.
+    /// The list of children can lack one while others end (proc(5)).
     pub fn kept(&self) -> Option<i32> {
         let pid = self.pid();
         let children = std::fs::read_to_string(format!("/proc/{pid}/task/{pid}/children")).ok()?;
         let is_server = |child: &&str| {
-            let line = std::fs::read(format!("/proc/{child}/cmdline")).unwrap_or_default();
-            line.split(|byte| *byte == 0).nth(1) == Some(b"serve")
+            let read = |file| std::fs::read(format!("/proc/{child}/{file}")).unwrap_or_default();
+            let line = read("cmdline");
+            line.split(|byte| *byte == 0).nth(1) == Some(b"serve") && read("comm") != b"closer\n"
         };
         children.split_whitespace().rfind(is_server)?.parse().ok()
     }
