@@ -22,8 +22,12 @@ const SHOWN_NS: u64 = 3_000_000_000;
 const PAUSE_NS: u64 = 60_000_000_000;
 /// Time in nanoseconds for which it may seem to give enough meanwhile, because no other disk waits.
 const GAP_NS: u64 = 500_000_000;
-/// Part of what completes that the disks which miss their reservations must have.
+/// Part of what completes that the disks which miss their reservations must have, and part of the
+/// time in which that must be so. (A disk that comes back from a rest seems to miss its reservation
+/// for a moment.)
 const MOST: f64 = 0.8;
+/// Part of its reservation that a disk or group gets at most if the reservation is not met.
+const GOT: f64 = 0.95;
 /// Largest number of reservations that a report names.
 const NAMED: usize = 8;
 
@@ -116,7 +120,10 @@ pub(super) fn watch_reservations(
     if lasted < SHOWN_NS || now < watch.next_at {
         return None;
     }
-    (watch.since, watch.next_at) = (None, now + PAUSE_NS);
+    watch.since = None;
+    if (watch.elapsed_ns as f64) < MOST * lasted as f64 {
+        return None;
+    }
     let rate = |count: u64, time: u64| (count as f64 * 1e9 / time.max(1) as f64) as u64;
     let mut unmet = Vec::new();
     let mut add = |name: &str, is_group, reserve: &Reserve| {
@@ -128,12 +135,17 @@ pub(super) fn watch_reservations(
             reserved: missed.rate,
             got: rate(missed.admitted, lasted),
         });
-        unmet.extend(missed.collect::<Vec<_>>());
+        let is_unmet = |unmet: &Unmet| (unmet.got as f64) < GOT * unmet.reserved as f64;
+        unmet.extend(missed.filter(is_unmet).collect::<Vec<_>>());
     };
     for account in accounts.active() {
         add(account.name.get().map_or("", String::as_str), false, &account.reserve);
         account.group().inspect(|group| add(group.name(), true, &group.reserve));
     }
+    if unmet.is_empty() {
+        return None;
+    }
+    watch.next_at = now + PAUSE_NS;
     unmet.truncate(NAMED);
     Some(Shortfall {
         device: device.to_string(),
