@@ -4,8 +4,8 @@
 //! failed is out of date. The file ONE.failed, empty at first, has its number, 0 or 1, before the
 //! next write is answered. The mirror then starts with the other half only. Of a half that is lost,
 //! make an empty file and write ONE.failed. To repair the mirror, copy the good half over the other
-//! one and remove ONE.failed. After a power cut the halves may differ in writes that no flush
-//! covers: if ONE.failed is empty, copy ONE over OTHER before the next start.
+//! one and remove ONE.failed. After a power cut or a death of the process the halves may differ in
+//! writes that no flush covers: if ONE.failed is empty, copy ONE over OTHER before the next start.
 
 use std::cell::Cell;
 use std::path::Path;

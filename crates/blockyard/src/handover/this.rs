@@ -90,8 +90,13 @@ impl Yard {
                 };
                 Ok(run.away.drain(..).map(paused).collect())
             }
-            Err((why, has_closed)) => {
-                let _ = run.peer.send(&FromThis::Refused { what: why.to_string() });
+            Err((why, mut has_closed)) => {
+                let refused = run.peer.send(&FromThis::Refused { what: why.to_string() });
+                if !has_closed && refused.is_ok() {
+                    // The next process closes what it has, and says so.
+                    let last = run.peer.receive_last(END_TIME / 2);
+                    has_closed = matches!(last, Ok(FromNext::Failed { .. }));
+                }
                 run.take_back(has_closed, again);
                 let what = format!("the disks stay in this process: {why}");
                 Err(Error::new(ErrorKind::HandOver, what, why))
