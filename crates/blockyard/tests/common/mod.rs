@@ -133,12 +133,9 @@ impl Guest {
         self.try_read(offset, len).unwrap()
     }
 
-    /// Reads 4096 bytes at each of these offsets, all at once.
-    pub fn read_at_once(&mut self, offsets: &[usize]) -> Vec<Vec<u8>> {
+    /// Waits until the requests that were submitted have succeeded.
+    fn all_succeed(&mut self) {
         let queue = &mut self.0.queues[0];
-        for (slot, offset) in (0..).zip(offsets) {
-            queue.submit(slot, request::IN, *offset as u64 / 512, Data::FromDevice(4096));
-        }
         queue.publish().unwrap();
         while queue.in_flight() > 0 {
             match queue.reap().unwrap() {
@@ -146,6 +143,16 @@ impl Guest {
                 None => queue.sleep(Some(LIMIT)).unwrap(),
             }
         }
+    }
+
+    /// Reads 4096 bytes at each of these offsets, all at once.
+    pub fn read_at_once(&mut self, offsets: &[usize]) -> Vec<Vec<u8>> {
+        let queue = &mut self.0.queues[0];
+        for (slot, offset) in (0..).zip(offsets) {
+            queue.submit(slot, request::IN, *offset as u64 / 512, Data::FromDevice(4096));
+        }
+        self.all_succeed();
+        let queue = &self.0.queues[0];
         let read = |slot| {
             let mut bytes = vec![0; 4096];
             queue.read_data(slot, &mut bytes);
@@ -160,13 +167,7 @@ impl Guest {
         for (slot, offset) in (0..).zip(offsets) {
             queue.submit(slot, request::OUT, *offset as u64 / 512, Data::ToDevice(4096));
         }
-        queue.publish().unwrap();
-        while queue.in_flight() > 0 {
-            match queue.reap().unwrap() {
-                Some((_, status)) => assert_eq!(status, status::OK),
-                None => queue.sleep(Some(LIMIT)).unwrap(),
-            }
-        }
+        self.all_succeed();
     }
 
     pub fn write(&mut self, offset: usize, bytes: &[u8]) {
