@@ -290,10 +290,11 @@ fn a_guest_is_notified_when_its_image_grows_or_shrinks() {
         assert_eq!(guest.flush(), status::OK);
         drop(guest);
         // A later guest reads the new size. The server does not wait for a guest without a back
-        // channel.
+        // channel. The log is taken before the size changes: the reload of an earlier signal may
+        // still run, and may find the change.
+        let from = daemon.log().len();
         std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
         let guest = Guest::connect(&socket);
-        let from = daemon.log().len();
         daemon.signal(Signal::HUP);
         daemon.wait_log_after(from, "the image has a new size");
         drop(guest);
