@@ -4,6 +4,7 @@
 //! large or a guest's. No thread that serves requests unmaps the memory of a guest, however many
 //! regions it has.
 
+use std::any::Any;
 use std::ptr::NonNull;
 use std::sync::LazyLock;
 use std::time::Duration;
@@ -11,7 +12,9 @@ use std::time::Duration;
 use crate::fault::Guard;
 use crate::pool::Pool;
 use crate::quota::Charge;
-use crate::xen::Release;
+
+/// What ends when the memory is unmapped: its drop does that.
+pub(crate) type AfterUnmap = Box<dyn Any + Send + Sync>;
 
 /// One shared mapping. Unmapped on drop.
 pub(crate) struct Mapping {
@@ -21,7 +24,7 @@ pub(crate) struct Mapping {
     /// The charge on a front end's account, until the memory is unmapped.
     pub(crate) charge: Option<Charge>,
     /// For granted pages (Xen): dropped after the memory is unmapped, which releases the grants.
-    pub(crate) release: Option<Release>,
+    pub(crate) release: Option<AfterUnmap>,
 }
 
 // SAFETY: a mapping is plain shared memory. All access is volatile or atomic, within checked
@@ -34,7 +37,7 @@ unsafe impl Sync for Mapping {}
 impl Drop for Mapping {
     fn drop(&mut self) {
         self.fault = None;
-        let unused = Unused {
+        let mut unused = Unused {
             base: self.base.as_ptr() as usize,
             len: self.map_len,
             _charge: self.charge.take(),
@@ -42,9 +45,13 @@ impl Drop for Mapping {
         };
         // A front end may have many regions that are not large, and drop all of them at once.
         let is_guests = unused._charge.is_some() && unused._release.is_none();
-        if (unused.len >= LARGE || is_guests)
-            && let Err(refused) = UNMAPPER.run(Box::new(move |()| drop(unused)))
-        {
+        if unused.len < LARGE && !is_guests {
+            return;
+        }
+        if let Some(charge) = &mut unused._charge {
+            charge.leaves();
+        }
+        if let Err(refused) = UNMAPPER.run(Box::new(move |()| drop(unused))) {
             (refused.task)(&());
         }
     }
@@ -56,7 +63,7 @@ struct Unused {
     len: usize,
     /// Dropped after the memory is unmapped, as the next field.
     _charge: Option<Charge>,
-    _release: Option<Release>,
+    _release: Option<AfterUnmap>,
 }
 
 impl Drop for Unused {

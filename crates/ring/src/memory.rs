@@ -21,10 +21,9 @@ use std::sync::atomic::{AtomicU16, AtomicU32, AtomicUsize, Ordering};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::fault::{Guard, MemoryAlarm};
-use crate::mapping::Mapping;
+use crate::mapping::{AfterUnmap, Mapping};
 use crate::memory_file::MemoryFile;
 use crate::quota::{Account, Exceeded};
-use crate::xen::Release;
 
 /// Why guest memory cannot be mapped or accessed.
 #[derive(Debug, thiserror::Error)]
@@ -156,7 +155,7 @@ impl Region {
     ///
     /// # Safety
     /// `base` and `len` are a mapping that nothing else uses.
-    pub(crate) unsafe fn granted(base: NonNull<u8>, len: usize, release: Release) -> Self {
+    pub(crate) unsafe fn granted(base: NonNull<u8>, len: usize, release: AfterUnmap) -> Self {
         let mapping =
             Mapping { base, map_len: len, fault: None, charge: None, release: Some(release) };
         Region { mapping, skip: 0, guest: 0, user: 0, len: len as u64 }

@@ -4,12 +4,15 @@
 //!
 //! What must hold
 //! - A charge lives as long as its mapping. So memory that only requests in flight still hold is
-//!   counted too.
+//!   counted too, and memory that a thread unmaps.
+//! - A front end that connects again is not refused because its earlier memory is being unmapped.
 //! - No front end can map more than its own limit, nor use the address space that is reserved for
 //!   the other exports there are. An export that comes when all is in use has to wait.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 /// Bytes that one front end may map. The largest guests today have 24 TiB. 16 TiB suffice for a
 /// guest of 8 TiB while its memory table is replaced, because the old and the new table are mapped
@@ -21,6 +24,9 @@ pub const MEMORY_SLOTS: u64 = 509;
 
 /// Number of mappings that one front end may have: an old and a new table, and in-flight regions.
 const OWN_MAPPINGS: u64 = 2 * MEMORY_SLOTS + 6;
+
+/// Longest wait for memory that is being unmapped. It takes 10 to 20 ms for each GiB.
+const UNMAP_TIME: Duration = Duration::from_secs(10);
 
 /// A number of bytes, and a number of mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -82,17 +88,21 @@ pub(crate) struct Quota {
     all: Amount,
     own: Amount,
     state: Mutex<State>,
+    /// Signals each end of a charge whose memory a thread has unmapped.
+    unmapped: Condvar,
 }
 
 #[derive(Default)]
 struct State {
     used: HashMap<u64, Amount>,
+    /// Number of mappings that threads unmap, by account.
+    leaving: HashMap<u64, u64>,
     next: u64,
 }
 
 impl Quota {
     pub(crate) fn new(all: Amount, own: Amount) -> Arc<Quota> {
-        Arc::new(Quota { all, own, state: Mutex::default() })
+        Arc::new(Quota { all, own, state: Mutex::default(), unmapped: Condvar::new() })
     }
 
     /// Returns the quota of this process: three quarters of its address space, and of the mappings
@@ -112,7 +122,7 @@ impl Quota {
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn account(self: &Arc<Quota>) -> Arc<Account> {
@@ -137,10 +147,34 @@ pub(crate) struct Account {
 }
 
 impl Account {
-    /// Charges one mapping of `bytes` bytes.
+    /// Charges one mapping of `bytes` bytes. At a limit, waits for memory that threads unmap.
     pub(crate) fn charge(self: &Arc<Account>, bytes: u64) -> Result<Charge, Exceeded> {
+        self.charge_within(bytes, UNMAP_TIME)
+    }
+
+    fn charge_within(self: &Arc<Account>, bytes: u64, limit: Duration) -> Result<Charge, Exceeded> {
+        let end = Instant::now() + limit;
+        let mut state = self.quota.state();
+        loop {
+            let Err(why) = self.enter(&mut state, bytes) else {
+                return Ok(Charge { account: self.clone(), bytes, is_leaving: false });
+            };
+            let is_more_free_soon = match why {
+                Exceeded::Own { .. } => state.leaving.contains_key(&self.number),
+                Exceeded::All { .. } => !state.leaving.is_empty(),
+            };
+            let left = end.saturating_duration_since(Instant::now());
+            if !is_more_free_soon || left.is_zero() {
+                return Err(why);
+            }
+            let waited = self.quota.unmapped.wait_timeout(state, left);
+            state = waited.unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    /// Adds one mapping to what the account uses.
+    fn enter(&self, state: &mut State, bytes: u64) -> Result<(), Exceeded> {
         let quota = &*self.quota;
-        let mut state = quota.state();
         let amount = Amount { bytes, mappings: 1 };
         let used = state.used.get(&self.number).copied().unwrap_or_default().plus(amount);
         if !used.fits(quota.own) {
@@ -159,7 +193,7 @@ impl Account {
             return Err(Exceeded::All { bytes: quota.all.bytes, mappings: quota.all.mappings });
         }
         state.used.insert(self.number, used);
-        Ok(Charge { account: self.clone(), bytes })
+        Ok(())
     }
 }
 
@@ -173,12 +207,34 @@ impl Drop for Account {
 pub(crate) struct Charge {
     account: Arc<Account>,
     bytes: u64,
+    is_leaving: bool,
+}
+
+impl Charge {
+    /// Notes that a thread unmaps the memory, and drops the charge after that.
+    pub(crate) fn leaves(&mut self) {
+        if !std::mem::replace(&mut self.is_leaving, true) {
+            *self.account.quota.state().leaving.entry(self.account.number).or_default() += 1;
+        }
+    }
 }
 
 impl Drop for Charge {
     fn drop(&mut self) {
-        if let Some(used) = self.account.quota.state().used.get_mut(&self.account.number) {
+        let Account { quota, number } = &*self.account;
+        let mut state = quota.state();
+        if let Some(used) = state.used.get_mut(number) {
             *used = used.less(Amount { bytes: self.bytes, mappings: 1 });
+        }
+        if self.is_leaving
+            && let Entry::Occupied(mut leaving) = state.leaving.entry(*number)
+        {
+            *leaving.get_mut() -= 1;
+            if *leaving.get() == 0 {
+                leaving.remove();
+            }
+            drop(state);
+            quota.unmapped.notify_all();
         }
     }
 }
@@ -202,6 +258,27 @@ mod tests {
         assert!(matches!(account.charge(1), Err(Exceeded::Own { mappings: 20, .. })));
         drop(small);
         account.charge(300).unwrap();
+    }
+
+    #[test]
+    fn a_front_end_waits_for_its_earlier_memory_to_be_unmapped() {
+        let account = quota().account();
+        let (mut first, second) = (account.charge(200).unwrap(), account.charge(100).unwrap());
+        // No thread unmaps it.
+        assert!(account.charge_within(300, Duration::from_secs(3600)).is_err());
+        first.leaves();
+        assert!(account.charge_within(200, Duration::ZERO).is_err());
+        std::thread::scope(|scope| {
+            let next = scope.spawn(|| account.charge_within(200, Duration::from_secs(60)));
+            drop(first);
+            next.join().unwrap().unwrap();
+        });
+        drop(second);
+        // Another front end does not wait for it, if its own limit is the reason.
+        let mut first = account.charge(300).unwrap();
+        first.leaves();
+        let other = account.quota.account();
+        assert!(other.charge_within(301, Duration::from_secs(3600)).is_err());
     }
 
     #[test]

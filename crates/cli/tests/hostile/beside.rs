@@ -161,12 +161,16 @@ impl Neighbour {
 
     fn reads_while(&mut self, steps: &AtomicU64, what: &str) {
         let before = steps.load(Ordering::Relaxed);
-        let made = || steps.load(Ordering::Relaxed) - before;
-        let mut reads = 0;
-        while reads < READS || made() < STEPS {
+        let (mut reads, mut last, mut since) = (0, before, Instant::now());
+        while reads < READS || last - before < STEPS {
             // Each read has its own limit, and so has each step.
             self.read(what);
             reads += 1;
+            let made = steps.load(Ordering::Relaxed);
+            if made != last {
+                (last, since) = (made, Instant::now());
+            }
+            assert!(since.elapsed() < PATIENCE, "{what}: the attack ended or makes no step");
         }
     }
 

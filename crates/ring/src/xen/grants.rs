@@ -86,7 +86,7 @@ impl Grants {
             }
         };
         // SAFETY: the mapping has this length, was created above, and nothing else uses it.
-        Ok(unsafe { Region::granted(base, len, release) })
+        Ok(unsafe { Region::granted(base, len, Box::new(release)) })
     }
 
     /// Makes the copies of a batch in one call, and sets a status for each. After an error some

@@ -23,7 +23,6 @@ use std::io;
 use std::sync::Arc;
 
 pub use channel::Channel;
-pub(crate) use grants::Release;
 pub use grants::{CopyBatch, CopyStatus, Grants};
 pub use machine::Machine;
 pub use store::{Access, Node, Store, StoreError, Transaction};
