@@ -80,6 +80,15 @@ async fn ask(served: &LocalDisk<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
     answer.take()
 }
 
+/// Makes a request on a reactor, and returns the first byte of its memory when it is answered.
+fn ask_on(reactor: &Reactor, disk: &Arc<Disk>, op: Op, byte: u8) -> Option<u8> {
+    let disk = disk.clone();
+    reactor.remote.ask(move |handle, reply| {
+        let served = LocalDisk::local(handle, &disk).unwrap();
+        handle.spawn(async move { reply.send(ask(&served, op, &[byte; 512]).await[0]) });
+    })
+}
+
 const WRITE: Op = Op::Write { fua: false };
 
 #[derive(Default)]
@@ -134,14 +143,18 @@ fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
 
 #[test]
 fn no_request_is_in_flight_during_a_quiesce_and_all_continue_after_it() {
-    let (reactors, disk) = ([Reactor::start(), Reactor::start()], disk(&["delay:write=1ms"]));
+    let reactors = [Reactor::start(), Reactor::start()];
+    let [disk, slower] = ["delay:write=1ms", "delay:write=2ms"].map(|filter| disk(&[filter]));
     let all = Arc::new(Load::default());
     let ends = reactors.each_ref().map(|reactor| load(reactor, &disk, &all, 8));
     for round in 0..50u64 {
         wait_for(|| all.answered.load(SeqCst) > 32 * round);
         let quiesced = disk.quiesce("a test").unwrap();
         let before = reactors.each_ref().map(|reactor| served(reactor, &disk));
-        std::thread::sleep(Duration::from_millis(4));
+        // Requests that came before would be answered before these.
+        for reactor in &reactors {
+            assert_eq!(ask_on(reactor, &slower, WRITE, 1), Some(1));
+        }
         let after = reactors.each_ref().map(|reactor| served(reactor, &disk));
         assert_eq!(after, before, "served while quiesced");
         drop(quiesced);
@@ -157,13 +170,7 @@ fn no_request_is_in_flight_during_a_quiesce_and_all_continue_after_it() {
 #[test]
 fn all_reactors_use_the_exchanged_image() {
     let (reactors, disk, new) = ([Reactor::start(), Reactor::start()], disk(&[]), ram());
-    let on = |reactor: &Reactor, op: Op, byte: u8| {
-        let disk = disk.clone();
-        reactor.remote.ask(move |handle, reply| {
-            let served = LocalDisk::local(handle, &disk).unwrap();
-            handle.spawn(async move { reply.send(ask(&served, op, &[byte; 512]).await[0]) });
-        })
-    };
+    let on = |reactor: &Reactor, op: Op, byte: u8| ask_on(reactor, &disk, op, byte);
     on(&reactors[0], WRITE, 7).unwrap();
     assert_eq!(on(&reactors[1], Op::Read, 0), Some(7));
     let dirty = Arc::new(DirtyMap::new(SIZE));
