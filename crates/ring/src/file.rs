@@ -24,6 +24,7 @@ use rustix::io::Errno;
 
 use self::dirty::CachedWrites;
 pub use self::dirty::write_back_rate;
+use crate::block_device;
 use crate::executor::Handle;
 use crate::host;
 use crate::meter::Meter;
@@ -448,7 +449,7 @@ impl UringFile {
             self.count(0);
         }
         let fd = self.slot.fd.clone();
-        let call = move || host::block_discard(&fd, offset, len);
+        let call = move || block_device::discard(&fd, offset, len);
         let done = self.blocking.workers.call(&self.slot.handle, call).await?;
         self.blocking.discard_by_ioctl.set(self.blocking.discard_by_ioctl.get() || done.is_ok());
         done

@@ -107,23 +107,6 @@ fn direct_alignment(fd: impl AsFd) -> Option<(u32, u32)> {
         .then_some((stat.stx_dio_mem_align, stat.stx_dio_offset_align))
 }
 
-/// Request of `ioctl` that discards a range of a block device.
-pub(crate) const BLKDISCARD: u64 = 0x1277;
-
-/// Discards a range of a block device (BLKDISCARD). Blocks until done.
-pub fn block_discard(fd: impl AsFd, offset: u64, len: u64) -> io::Result<()> {
-    let range = [offset, len];
-    // SAFETY: BLKDISCARD reads two u64 from the pointer, which outlives the call.
-    let rc = unsafe { libc::ioctl(fd.as_fd().as_raw_fd(), BLKDISCARD as _, range.as_ptr()) };
-    match (rc, io::Error::last_os_error()) {
-        (0, _) => Ok(()),
-        (_, e) if matches!(e.raw_os_error(), Some(libc::EOPNOTSUPP | libc::ENOTTY)) => {
-            Err(io::Error::new(io::ErrorKind::Unsupported, e))
-        }
-        (_, e) => Err(e),
-    }
-}
-
 /// Writes `segments` at `offset`, on this thread, without io_uring. Returns the number of bytes
 /// written (pwritev2).
 pub(crate) fn write_at(

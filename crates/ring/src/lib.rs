@@ -44,6 +44,7 @@
 // log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
+mod block_device;
 pub mod buffers;
 pub mod child;
 mod clock;

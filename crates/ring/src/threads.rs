@@ -23,12 +23,12 @@ struct Wanted {
 
 static STARTER: OnceLock<Sender<Wanted>> = OnceLock::new();
 
-/// Starts the thread that starts threads. It has the restrictions of the caller, and those of
-/// [`sandbox::withhold`](crate::sandbox).
-pub(crate) fn start() -> io::Result<()> {
+/// Starts the thread that starts threads. It has the restrictions of the caller, and those that
+/// `restrict` adds.
+pub(crate) fn start(restrict: impl FnOnce() + Send + 'static) -> io::Result<()> {
     let (sender, wanted) = channel::<Wanted>();
     let body = move || {
-        crate::sandbox::withhold();
+        restrict();
         for Wanted { builder, work, started } in wanted {
             let _ = started.send(builder.spawn(work));
         }

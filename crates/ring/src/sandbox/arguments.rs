@@ -4,11 +4,16 @@
 //! call that changes another process, or a terminal. What the C library, the standard library and
 //! the server itself need is allowed on each kind of thread.
 
+use std::collections::BTreeMap;
+
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
 
-use super::calls::Rules;
+use crate::block_device::BLKDISCARD;
 use crate::nbd_device;
-use crate::xen;
+use crate::xen::abi::REQUESTS as XEN_REQUESTS;
+
+/// Rules by system call. No rule means that the call is allowed with all arguments.
+pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 type Result<T> = std::result::Result<T, seccompiler::BackendError>;
 
@@ -17,15 +22,8 @@ type Result<T> = std::result::Result<T, seccompiler::BackendError>;
 /// and the number of a network interface (SIOCGIFINDEX), which it asks for an IPv6 address with a
 /// scope, also for one of a name server. Not among them: TIOCSTI and TIOCLINUX, which type into a
 /// terminal.
-const PLAIN: [u64; 7] = [
-    libc::FIONBIO,
-    libc::FIONREAD,
-    libc::FIOCLEX,
-    libc::TCGETS,
-    TCGETS2,
-    SIOCGIFINDEX,
-    crate::host::BLKDISCARD,
-];
+const PLAIN: [u64; 7] =
+    [libc::FIONBIO, libc::FIONREAD, libc::FIOCLEX, libc::TCGETS, TCGETS2, SIOCGIFINDEX, BLKDISCARD];
 
 /// From the kernel's `sockios.h`.
 const SIOCGIFINDEX: u64 = 0x8933;
@@ -35,7 +33,7 @@ const TCGETS2: u64 = 0x802c_542a;
 
 /// Adds the rules.
 pub(super) fn add(rules: &mut Rules) -> Result<()> {
-    let devices = xen::abi::REQUESTS.iter().chain(&nbd_device::REQUESTS);
+    let devices = XEN_REQUESTS.iter().chain(&nbd_device::REQUESTS);
     // The kernel reads 32 bits of the request.
     let requests = PLAIN.iter().chain(devices).map(|request| equal(1, *request));
     rules.insert(libc::SYS_ioctl, requests.collect::<Result<_>>()?);

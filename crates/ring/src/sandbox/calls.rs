@@ -11,7 +11,6 @@
 //!   them: it keeps a bitmap of calls that are always allowed. An exception is `ioctl`, which only
 //!   Xen's queues call.
 
-use std::collections::BTreeMap;
 use std::io;
 
 use libc::c_long;
@@ -20,7 +19,7 @@ use seccompiler::{
     SeccompRule,
 };
 
-use super::arguments::{self, equal};
+use super::arguments::{self, Rules, equal};
 
 /// The kinds of threads that differ in the system calls that they make.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,9 +38,6 @@ pub enum Kind {
     /// The process that looks for holders of locks; see `witness`.
     Witness,
 }
-
-/// Rules by system call. No rule means that the call is allowed with all arguments.
-pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;
 
 /// Restricts the calling thread.
 pub fn apply(kind: Kind) -> io::Result<()> {

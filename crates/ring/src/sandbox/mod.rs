@@ -52,7 +52,7 @@ pub fn enter(folders: Vec<Folder>) -> io::Result<Vec<String>> {
     if let Err(e) = calls::apply(Kind::Any) {
         lacks.push(format!("the kernel has no filters for system calls (seccomp): {e}"));
     }
-    crate::threads::start()?;
+    crate::threads::start(withhold)?;
     let _ = GRANTED.set(is_enforced.then(|| Granted::new(&folders)));
     Ok(lacks)
 }

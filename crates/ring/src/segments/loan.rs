@@ -1,7 +1,7 @@
 //! The memory of a request, lent to another thread.
 //!
-//! In: the segments of a request on a reactor. Out: a [`Lent`], which another thread reads, fills,
-//! or uses in operations of its files.
+//! In: the segments of a request on a reactor. Out: a [`Lent`](super::Lent), which another thread
+//! reads, fills, or uses in operations of its files.
 //!
 //! What must hold
 //! - After [`Loan::end`] nothing reads or changes the guest's memory through the loan: no copy, and
@@ -16,7 +16,6 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Poll, Waker};
 
-use super::lent::Lent;
 use super::{AlignedBuf, Owner, Segments};
 use crate::memory::Region;
 
@@ -96,8 +95,8 @@ impl Drop for Use {
 /// What the reactor keeps of a loan.
 #[must_use = "a loan must end before its request is answered"]
 pub struct Loan {
-    shared: Arc<Shared>,
-    own: Segments,
+    pub(super) shared: Arc<Shared>,
+    pub(super) own: Segments,
     is_copy: bool,
 }
 
@@ -135,11 +134,6 @@ impl Segments {
 }
 
 impl Loan {
-    /// Returns what the other thread gets.
-    pub fn lent(&self) -> Lent {
-        Lent::new(self.shared.clone(), self.own.len())
-    }
-
     /// Ends the loan, and waits for operations that use the guest's memory. `is_filled`: the other
     /// thread has put data into it. Returns the segments.
     pub async fn end(mut self, is_filled: bool) -> Segments {

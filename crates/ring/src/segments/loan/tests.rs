@@ -3,6 +3,7 @@ use std::sync::Weak;
 use std::task::Context;
 use std::thread;
 
+use super::super::lent::Lent;
 use super::*;
 use crate::memory::GuestMemory;
 
