@@ -84,12 +84,7 @@ impl One {
             let listener = Listener::bind(path)?;
             return Ok(VhostUser::start(served, listener, shape, tuning, reactors)?);
         };
-        let handed = HandedSocket::unpack(parcel, before)?;
-        if let Some(other) = handed.path().filter(|other| *other != path) {
-            let (other, path) = (other.display(), path.display());
-            let what = format!("the process before listens on {other}, not on {path}");
-            return Err(WayError::caller(what));
-        }
+        let handed = HandedSocket::unpack_at(parcel, before, path)?;
         Ok(VhostUser::resume(served, handed, shape, tuning, reactors)?)
     }
 }

@@ -71,12 +71,7 @@ impl super::Kind for Kind {
         let bound = common.bound.clone();
         at(socket.clone(), args, move |disk, reactors| {
             if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
-                let handed = HandedSocket::unpack(parcel, before)?;
-                if let Some(path) = handed.path().filter(|path| *path != Path::new(&socket)) {
-                    let path = path.display();
-                    let what = format!("the other server listens on {path}, not on {socket}");
-                    return Err(WayError::caller(what));
-                }
+                let handed = HandedSocket::unpack_at(parcel, before, Path::new(&socket))?;
                 let (disk, reactors) = (disk.clone(), reactors.clone());
                 return Ok(Box::new(VhostUser::resume(disk, handed, shape, tuning, reactors)?));
             }

@@ -34,7 +34,7 @@ use super::links::{self, Link};
 use super::spool::Spool;
 use super::stream::Remains;
 use super::{KIND, Offer};
-use crate::packing::{Packed, Unpacked};
+use crate::packing::{Packed, Unpacked, wrong};
 use crate::{Handed, Reactors};
 
 /// Version of the format. A change that an older server would misread needs a new number.
@@ -170,10 +170,6 @@ fn pack(left: &[LeftConnection]) -> io::Result<Parcel> {
 fn pack_spool(spool: &Option<Spool>, fds: &mut Packed) -> io::Result<Option<WireSpool>> {
     let Some(Spool { file, from, to }) = spool else { return Ok(None) };
     Ok(Some(WireSpool { file: fds.put(file)?, from: *from, to: *to }))
-}
-
-fn wrong(what: impl Into<String>) -> io::Error {
-    io::Error::new(io::ErrorKind::InvalidData, what.into())
 }
 
 fn unpack(parcel: Parcel) -> io::Result<Vec<LeftConnection>> {

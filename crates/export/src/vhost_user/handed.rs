@@ -8,6 +8,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::unix::net::UnixStream;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -255,9 +256,15 @@ impl HandedSocket {
         })
     }
 
-    /// Returns the path of the socket, if the server has created its file.
-    pub fn path(&self) -> Option<&std::path::Path> {
-        self.listener.path()
+    /// As [`HandedSocket::unpack`], for a disk with this socket. A socket that the server has
+    /// created at another path is an error.
+    pub fn unpack_at(parcel: Parcel, before: Before, path: &Path) -> io::Result<Self> {
+        let handed = Self::unpack(parcel, before)?;
+        if let Some(other) = handed.listener.path().filter(|other| *other != path) {
+            let (other, path) = (other.display(), path.display());
+            return Err(wrong(format!("the other server listens on {other}, not on {path}")));
+        }
+        Ok(handed)
     }
 
     /// Returns the number of the session's rings, or `None` if no front end is connected.

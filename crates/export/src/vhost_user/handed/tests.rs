@@ -125,9 +125,17 @@ fn the_format_is_that_of_the_record() {
     wire["listener"]["made"] = recorded["listener"]["made"].clone();
     assert_eq!(wire, recorded);
     let bytes = serde_json::to_vec(&recorded).unwrap();
-    let parcel = Parcel { bytes, fds: ours.fds };
-    let handed = HandedSocket::unpack(parcel, Before::Drained).unwrap();
-    assert_eq!(handed.path(), Some(std::path::Path::new("/run/vm.sock")));
+    let unpack = |path: &str| {
+        let fds = parcel(&state(), "record").fds;
+        HandedSocket::unpack_at(
+            Parcel { bytes: bytes.clone(), fds },
+            Before::Drained,
+            path.as_ref(),
+        )
+    };
+    let wrong = unpack("/run/other.sock").err().unwrap().to_string();
+    assert_eq!(wrong, "the other server listens on /run/vm.sock, not on /run/other.sock");
+    let handed = unpack("/run/vm.sock").unwrap();
     assert_eq!((handed.queues(), handed.waiting.len()), (Some(2), 1));
 }
 
