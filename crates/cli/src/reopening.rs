@@ -15,7 +15,7 @@ use crate::exports::{self, Listens};
 use crate::inherited;
 use crate::looks;
 use crate::options::disk::DiskArgs;
-use crate::server::AddError;
+use crate::server::error::AddError;
 
 /// Why a disk with a job stays open.
 pub const JOB: &str = "a job works on it: wait for its end, or cancel it";

@@ -3,13 +3,15 @@
 //! Signals (`serve.rs`), reloads, hand-overs and the API use it. In: commands on disks. Out: each
 //! takes effect in the yard and in the book of configurations, or in neither.
 
+pub mod error;
+mod notes;
+
 use std::sync::{Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use blockyard_control::events::What;
-use blockyard_disk::{OnEnospc, SourceError};
+use blockyard_disk::OnEnospc;
 use blockyard_program::ending::Failure;
-use blockyard_program::output::shell;
 use blockyard_yard::{
     Change, DiskInfo, DiskSettings, DiskState, Ended, Job, JobState, Pending, Yard, YardError,
 };
@@ -17,8 +19,8 @@ use toml::Table;
 
 use crate::book::{Book, Entry, HeldDisk};
 use crate::changes::{Known, changes};
-use crate::claims::{ImageId, UnseenError};
-use crate::disks::{advise, log_end, settings};
+use crate::claims::ImageId;
+use crate::disks::{log_end, settings};
 use crate::events::Events;
 use crate::exports::{self, Common};
 use crate::handover::HandOvers;
@@ -29,67 +31,7 @@ use crate::unopened::Unopened;
 use crate::waits::Waits;
 use crate::{early, figures, sandbox};
 
-/// Reasons why a disk cannot be added.
-#[derive(Debug, thiserror::Error)]
-pub enum AddError {
-    #[error("{0}")]
-    Conflict(String),
-    #[error(transparent)]
-    Unseen(UnseenError),
-    #[error("{0:#}")]
-    Open(anyhow::Error),
-    #[error(transparent)]
-    Yard(YardError),
-    /// The disk is served when its storage answers.
-    #[error(
-        "disk \"{disk}\" is still opening after {} s, and goes on: its storage may not answer; \
-         `ctl show {}` shows the state opening until it ends",
-        .limit.as_secs(),
-        shell(disk)
-    )]
-    GoesOn { disk: String, limit: Duration },
-    /// The disk is served when another program has unlocked its image.
-    #[error(
-        "disk \"{disk}\" waits for the lock of its image, and is served then: {why}; `ctl show {}` \
-         shows the state opening until it is served",
-        shell(disk)
-    )]
-    Waits { disk: String, why: String },
-    /// The disk is served when the file systems of its files answer.
-    #[error("{why}; disk \"{disk}\" waits, because its clients do")]
-    WaitsForFiles { disk: String, why: String },
-    /// The disk is served when the host has space for it.
-    #[error("disk \"{disk}\": {why}")]
-    Full { disk: String, why: String },
-    #[error("disk \"{disk}\" is not open yet, and a signal ends the server")]
-    Stopped { disk: String },
-}
-
-impl AddError {
-    fn of(e: YardError, args: &DiskArgs) -> Self {
-        match e {
-            YardError::Open(e) => AddError::Open(advise(e, args)),
-            e => AddError::Yard(e),
-        }
-    }
-
-    /// Returns whether the disk may still be served, without another command.
-    pub fn goes_on(&self) -> bool {
-        matches!(
-            self,
-            AddError::GoesOn { .. }
-                | AddError::Waits { .. }
-                | AddError::WaitsForFiles { .. }
-                | AddError::Full { .. }
-        )
-    }
-
-    /// Returns whether another process has locked the image.
-    pub fn is_locked(&self) -> bool {
-        let AddError::Open(e) = self else { return false };
-        e.downcast_ref::<SourceError>().is_some_and(SourceError::is_locked)
-    }
-}
+use error::{AddError, RemoveError};
 
 /// How long a command waits for the storage of a disk. The growth of a large image takes minutes.
 /// Storage that does not answer must not keep the command and its thread for ever.
@@ -97,21 +39,6 @@ pub const STORAGE_TIME: Duration = Duration::from_secs(600);
 
 /// Time between two looks of a wait for a disk at whether the server ends.
 const LOOK: Duration = Duration::from_millis(50);
-
-/// Reasons why a disk is not removed.
-#[derive(Debug, thiserror::Error)]
-pub enum RemoveError {
-    #[error(transparent)]
-    Yard(YardError),
-    /// The disk is removed when its storage answers.
-    #[error(
-        "disk \"{disk}\" is still closing after {} s, and goes on: its storage may not answer; \
-         `ctl show {}` shows the state closing until it ends",
-        .limit.as_secs(),
-        shell(disk)
-    )]
-    GoesOn { disk: String, limit: Duration },
-}
 
 /// A disk that is being opened.
 pub struct Adding<'a> {

@@ -9,13 +9,9 @@ use std::collections::{BTreeMap, HashSet};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use blockyard_control::events::What;
-use blockyard_control::types::{FailedDisk, UnopenedDisk};
+use blockyard_control::types::UnopenedDisk;
 
-use crate::book::Entry;
-use crate::config::Config;
 use crate::options::disk::DiskArgs;
-use crate::server::Server;
 
 /// The disks that could not be opened, by their names.
 #[derive(Default)]
@@ -35,7 +31,7 @@ impl Unopened {
     }
 
     /// Notes why a disk could not be opened. Returns false if the last attempt had the same error.
-    fn note(&self, args: &DiskArgs, error: &str) -> bool {
+    pub fn note(&self, args: &DiskArgs, error: &str) -> bool {
         let name = args.name();
         let mut entries = self.entries();
         let before = entries.get(&name);
@@ -53,38 +49,9 @@ impl Unopened {
         self.entries().remove(disk);
     }
 
-    fn retain(&self, names: &HashSet<String>) {
+    /// Forgets the disks that have none of these names.
+    pub fn retain(&self, names: &HashSet<String>) {
         self.entries().retain(|name, _| names.contains(name));
-    }
-}
-
-impl Server {
-    /// Notes a disk of the configuration that could not be opened.
-    pub fn note_unopened(&self, args: &DiskArgs, error: &str) {
-        if self.unopened.note(args, error) {
-            let (disk, image) = (args.name(), args.image.display().to_string());
-            self.events.publish(What::DiskFailed { disk, image, error: error.into() });
-        }
-    }
-
-    /// Notes a disk that has ended by an error, if the configuration has it.
-    pub fn note_ended(&self, entry: &Entry, error: &str) {
-        if !entry.by_api {
-            self.note_unopened(&entry.args, error);
-        }
-    }
-
-    /// Notes the disks that a reload could not open. Forgets those that the configuration lacks.
-    pub fn note_reloaded(&self, config: &Config, failed: &[FailedDisk]) {
-        let names = config.disks.iter().map(DiskArgs::name).collect();
-        self.unopened.retain(&names);
-        for FailedDisk { disk, error } in failed {
-            let args = config.disks.iter().find(|args| args.name() == *disk);
-            // The old configuration of a changed disk may be served, or it is still being opened.
-            if let Some(args) = args.filter(|_| self.book.find(disk).is_none()) {
-                self.note_unopened(args, error);
-            }
-        }
     }
 }
 

@@ -3,7 +3,6 @@
 use blockyard_control::{Answer, Kind, Object, Problem};
 use toml::Table;
 
-use super::operator::conflict;
 use super::words;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
@@ -11,6 +10,10 @@ use crate::persist::Persistence;
 
 /// Of a call with `persist` that fails, or has not ended.
 pub const NOT_WRITTEN: &str = "nothing is written into the configuration";
+
+pub fn conflict(error: &anyhow::Error) -> Problem {
+    Problem::new(Kind::Conflict, format!("{error:#}"))
+}
 
 /// Returns the keys of a disk to keep: those of the configuration files with the changes of a call.
 /// Values that earlier calls have set without keeping them are not among them. `present`: all

@@ -15,7 +15,7 @@ use blockyard_program::output::shell;
 use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
-use super::keeping::{NOT_WRITTEN, kept, not_kept};
+use super::keeping::{NOT_WRITTEN, conflict, kept, not_kept};
 use super::{sampled, words};
 use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::inner;
@@ -27,7 +27,8 @@ use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
 use crate::reopening;
-use crate::server::{AddError, Adding, NotOpened, STORAGE_TIME, Server};
+use crate::server::error::AddError;
+use crate::server::{Adding, NotOpened, STORAGE_TIME, Server};
 
 /// Longest wait of a call that keeps a change for the end of another one, or of a reload. Shorter
 /// than the 5 s for which an upgrade that has begun waits for the call.
@@ -229,10 +230,6 @@ fn outcome<T>(
             Err(Problem::new(Kind::Busy, what))
         }
     }
-}
-
-pub(super) fn conflict(error: &anyhow::Error) -> Problem {
-    Problem::new(Kind::Conflict, format!("{error:#}"))
 }
 
 impl Operator for Server {

@@ -19,7 +19,7 @@ use crate::config::mistake;
 use crate::handover::NotNow;
 use crate::looks;
 use crate::options::disk::DiskArgs;
-use crate::server::RemoveError;
+use crate::server::error::RemoveError;
 
 /// Size of a sector in bytes. The size of a disk is a multiple of it.
 const SECTOR: u64 = 512;

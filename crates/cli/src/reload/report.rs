@@ -8,7 +8,7 @@ use blockyard_yard::{Resized, YardError};
 use toml::Table;
 
 use crate::changes::{changes, describe, inner};
-use crate::server::AddError;
+use crate::server::error::AddError;
 
 /// Returns the event of a reload.
 pub fn summary(done: &anyhow::Result<Reload>) -> What {
