@@ -22,7 +22,7 @@ pub enum GuestKind {
 pub struct Guest {
     runner: Child,
     lines: Receiver<String>,
-    errors: Option<std::thread::JoinHandle<String>>,
+    errors: Option<Receiver<String>>,
     seen: String,
     end: Instant,
     /// Folder with the script and with the folder of QEMU's runner. `None` for a guest that serves
@@ -182,7 +182,7 @@ impl Guest {
     }
 
     fn failure(&mut self) -> String {
-        let errors = self.errors.take().map(|e| e.join().unwrap());
+        let errors = self.errors.take().and_then(|errors| errors.recv_timeout(SOON).ok());
         format!("\n---- output ----\n{}---- errors ----\n{}", self.seen, errors.unwrap_or_default())
     }
 }

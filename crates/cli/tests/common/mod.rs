@@ -30,6 +30,7 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
 use rustix::io::Errno;
@@ -146,16 +147,21 @@ pub fn run(command: &mut Command, limit: Duration) -> Finished {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
     let (out, err) = (collect(child.stdout.take().unwrap()), collect(child.stderr.take().unwrap()));
-    let Some(status) = wait(&mut child, limit) else {
+    let status = wait(&mut child, limit);
+    if status.is_none() {
         let _ = child.kill();
         let _ = child.wait();
-        panic!(
-            "{command:?} has not ended within {limit:?}\n{}{}",
-            out.join().unwrap(),
-            err.join().unwrap()
-        );
-    };
-    Finished { status, out: out.join().unwrap(), err: err.join().unwrap() }
+    }
+    // A process that it has started may still have its output.
+    let [out, err] = [out, err].map(|output| output.recv_timeout(SOON));
+    match (status, out, err) {
+        (Some(status), Ok(out), Ok(err)) => Finished { status, out, err },
+        (None, out, err) => {
+            let output = out.unwrap_or_default() + &err.unwrap_or_default();
+            panic!("{command:?} has not ended within {limit:?}\n{output}")
+        }
+        (Some(status), ..) => panic!("{command:?} has ended ({status}), but not its output"),
+    }
 }
 
 /// Runs the program under test to its end.
@@ -217,10 +223,13 @@ fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
     }
 }
 
-fn collect(mut from: impl Read + Send + 'static) -> std::thread::JoinHandle<String> {
+/// Reads to the end, and then sends all.
+fn collect(mut from: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, collected) = channel();
     std::thread::spawn(move || {
         let mut bytes = Vec::new();
         let _ = from.read_to_end(&mut bytes);
-        String::from_utf8_lossy(&bytes).into_owned()
-    })
+        let _ = sender.send(String::from_utf8_lossy(&bytes).into_owned());
+    });
+    collected
 }
