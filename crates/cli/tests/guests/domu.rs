@@ -18,12 +18,12 @@ mkfs.ext4 -q /dev/xvda
 mount /dev/xvda /mnt
 load --directory=/mnt --end_fsync=1 --name=mixed --rw=randrw --bsrange=4k-64k --size=2M --fsync=32
 rm /mnt/mixed*
-head -c 12M /dev/zero | tr '\0' x >/mnt/big
+head -c 8M /dev/zero | tr '\0' x >/mnt/big
 sync
 rm /mnt/big
 sync
 fstrim /mnt
-seq 1 50000 >/mnt/known
+seq 1 20000 >/mnt/known
 umount /mnt
 sum=$(dd if=/dev/xvda bs=1M iflag=direct status=none | md5sum)
 echo "sum $sum"
@@ -32,7 +32,7 @@ echo "sum $sum"
 #[test]
 fn a_file_system_of_a_domu_is_the_same_on_the_host() {
     let folder = Folder::new();
-    let image = folder.image("disk.img", 48 * MIB);
+    let image = folder.image("disk.img", 32 * MIB);
     let disk = format!("blockyard={}", image.display());
     let program = stripped_program(&folder);
     // One processor: the emulator spends more on the work of two together than on the work itself.
@@ -61,9 +61,9 @@ fn a_file_system_of_a_domu_is_the_same_on_the_host() {
         "the domU and the host read different bytes"
     );
     let left = allocated(&image);
-    assert!(left < 12 * MIB, "fstrim gave too little back: {left} bytes are left");
+    assert!(left < 8 * MIB, "fstrim gave too little back: {left} bytes are left");
     tool("e2fsck", ["-fn".as_ref(), image.as_os_str()]).good();
-    let known: String = (1..=50000).map(|n| format!("{n}\n")).collect();
+    let known: String = (1..=20000).map(|n| format!("{n}\n")).collect();
     let found = tool("debugfs", ["-R".as_ref(), "cat /known".as_ref(), image.as_os_str()]).good();
     assert!(found == known, "the domU's file has other content on the host");
 }
