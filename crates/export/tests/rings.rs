@@ -152,9 +152,9 @@ fn indices_wrap_around() {
     }
 }
 
-/// Waits for an eventfd. Fails after 10 seconds, because a notification was lost.
+/// Waits for an eventfd. Fails after a minute, because a notification was lost.
 fn wait(event: &std::os::fd::OwnedFd, who: &str) {
-    let limit = Timespec { tv_sec: 10, tv_nsec: 0 };
+    let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
     let mut fds = [PollFd::new(event, PollFlags::IN)];
     let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit))).unwrap();
     assert_eq!(ready, 1, "the {who} sleeps, and was not notified");

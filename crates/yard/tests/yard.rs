@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::error::Error as _;
-use std::os::unix::fs::PermissionsExt;
+use std::io::Write;
 use std::path::PathBuf;
 use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
@@ -212,8 +212,13 @@ fn a_program_stays_if_an_export_does_not_wait_for_the_owner() {
     let stage = Stage::new("program");
     let program = stage.folder.join("program");
     let text = "#!/bin/sh\nprintf '%s\\n' 'blockyard-map 1' 'size 4096' 'granule 512' ready\ncat";
-    std::fs::write(&program, text).unwrap();
-    std::fs::set_permissions(&program, std::fs::Permissions::from_mode(0o755)).unwrap();
+    // Another process writes the file: a process that a second thread starts meanwhile would inherit
+    // a descriptor of this one, and the kernel starts no program that is open for writing.
+    let mut install = std::process::Command::new("install");
+    install.args(["-m", "755", "/dev/stdin"]).arg(&program).stdin(std::process::Stdio::piped());
+    let mut install = install.spawn().unwrap();
+    install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(install.wait().unwrap().success());
     let image = format!("exec:{}", program.display());
     stage.yard.add(disk("a", &image, vec![stage.way("first")])).unwrap();
     assert_eq!(stage.yard.program("a").unwrap().image, image);

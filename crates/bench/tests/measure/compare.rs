@@ -1,7 +1,5 @@
 //! `bench compare`, `plot`, `diff`, `job`: what they write, what they leave behind, how they end.
 
-use std::fs::Permissions;
-use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -319,10 +317,8 @@ fn jobs_run_by_fio_and_without() {
     }
     // fio gets a whole path, because it runs elsewhere, and none of two files.
     std::fs::rename(&image, folder.join("a:b")).unwrap();
-    let shim = folder.join("fio");
     let tool = guests().join("tool");
-    std::fs::write(&shim, format!("#!/bin/sh\nexec {} fio \"$@\"\n", tool.display())).unwrap();
-    std::fs::set_permissions(&shim, Permissions::from_mode(0o755)).unwrap();
+    folder.script("fio", &format!("#!/bin/sh\nexec {} fio \"$@\"\n", tool.display()));
     let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
     let mut command = Command::new(BLOCKYARD);
     command.args(["bench", "job", "stream-read", "a:b", "--engine", "fio", "--seconds", "0.2"]);

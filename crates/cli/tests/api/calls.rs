@@ -340,6 +340,9 @@ fn the_cache_mode_of_a_disk_changes_and_its_data_stay() {
     let read = queue.call(request::IN, 8, Data::FromDevice(4096), &mut bytes, SOON).unwrap();
     assert!(read == status::OK && bytes == [7; 4096]);
     drop(guest);
+    until("the guest has gone", SOON, || {
+        server.good("GET", "/v1/disks/a", Value::Null)["clients"] == json!([])
+    });
     // An attempt to open the image would fail.
     let image = std::fs::File::options().read(true).write(true).open(&path).unwrap();
     image.write_all_at(b"other", 0).unwrap();

@@ -180,7 +180,7 @@ fn a_failed_flush_is_an_event_and_a_figure() {
     let write = (request::OUT, Data::ToDevice(4096));
     assert_eq!(ask(write.0, write.1), status::OK);
     assert_eq!(ask(request::FLUSH, Data::None), status::IOERR);
-    let poisoned = events.expect("disk-poisoned");
+    let poisoned = events.find("disk-poisoned");
     assert_eq!(poisoned["disk"], "a");
     assert!(poisoned["why"].as_str().unwrap().contains("a flush failed"), "{poisoned}");
     assert_eq!(ask(write.0, write.1), status::IOERR, "it accepts no more writes");

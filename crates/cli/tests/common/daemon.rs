@@ -342,12 +342,15 @@ impl Drop for Daemon {
     }
 }
 
+/// Returns whether the watchdog has written a line. A slow machine causes such lines.
+pub fn is_of_watchdog(line: &str) -> bool {
+    line.contains(" stalls: one task ") || line.contains(" goes on after about ")
+}
+
 /// Returns the lines of a log that report errors or warnings. Not those of the watchdog, because a
 /// host that stops all processes for a second causes them.
 pub fn complaints(log: &str) -> Vec<String> {
-    let of_watchdog =
-        |line: &str| line.contains(" stalls: one task ") || line.contains(" goes on after about ");
-    let complains = |line: &&str| !line.contains(" INFO ") && !of_watchdog(line);
+    let complains = |line: &&str| !line.contains(" INFO ") && !is_of_watchdog(line);
     log.lines().filter(complains).map(String::from).collect()
 }
 

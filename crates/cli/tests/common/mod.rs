@@ -25,6 +25,7 @@ pub mod server;
 use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::ops::Deref;
+use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -33,10 +34,11 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, Timespec};
 use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
-pub use daemon::{Daemon, complaints};
+pub use daemon::{Daemon, complaints, is_of_watchdog};
 pub use guest::{Guest, GuestKind, NAP, stripped_program};
 pub use journals::StateFolder;
 pub use rustix::process::Signal;
@@ -197,6 +199,16 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
         assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
         std::thread::sleep(Duration::from_millis(5));
     }
+}
+
+/// Waits until a connection or data can be taken from a descriptor. Panics with `what` if that takes
+/// longer than [`SOON`].
+#[track_caller]
+pub fn until_readable(what: &str, fd: impl AsFd) {
+    let limit = Timespec { tv_sec: SOON.as_secs() as i64, tv_nsec: 0 };
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let ready = rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit))).unwrap();
+    assert_eq!(ready, 1, "not within {SOON:?}: {what}");
 }
 
 /// Returns whether a process listens on a socket. (The file exists before that: between bind and

@@ -13,7 +13,7 @@ use blockyard_driver::status;
 use blockyard_ring::host::{self, Lock};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{BLOCKYARD, Daemon, Finished, SOON, until};
+use crate::common::{BLOCKYARD, Daemon, Finished, SOON, until, until_readable};
 use crate::guest::{Guest, pattern};
 use crate::handover::{Case, ctl, end_server, is_running, script};
 use crate::holder::{Keeper, keep_command};
@@ -40,6 +40,7 @@ impl Storage {
 
     /// Waits for the connection of a server that opens the disk.
     fn asked(&self) -> UnixStream {
+        until_readable("the server asks its storage", &self.listener);
         self.listener.accept().unwrap().0
     }
 

@@ -7,7 +7,9 @@ use std::process::{Command, Stdio};
 use blockyard_driver::status;
 use rustix::process::{Pid, kill_process};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, Signal, StateFolder, blockyard, guests, tool};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, guests, tool, until,
+};
 use crate::guest::{Guest, pattern};
 
 const BLOCK: usize = 4096;
@@ -67,7 +69,7 @@ impl Host {
         if taken.status.success() {
             kill_process(Pid::from_child(&strace), Signal::TERM).unwrap();
         }
-        strace.wait().unwrap();
+        until("strace has ended", SOON, || strace.try_wait().unwrap().is_some());
         taken.status.success()
     }
 }

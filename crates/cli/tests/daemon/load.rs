@@ -1,5 +1,7 @@
 //! Distribution of queues to reactors, filters, and statistics.
 
+use std::time::Instant;
+
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Ring, request, status};
@@ -313,9 +315,15 @@ fn a_disk_with_a_filter_serves_a_fixed_rate() {
         ops: Some(4000),
         ..LoadOptions::for_socket(folder.join("s"))
     };
+    let start = Instant::now();
     let report = measure(&load).unwrap();
     assert!((800..1200).contains(&report.errors), "{} of 4000", report.errors);
     let log = daemon.stop();
     let warnings = complaints(&log).len();
-    assert!((1..=5).contains(&warnings), "a thousand errors are not a thousand lines: {warnings}");
+    // One more for each second.
+    let most = 5 + start.elapsed().as_secs() as usize;
+    assert!(
+        (1..=most).contains(&warnings),
+        "a thousand errors are not a thousand lines: {warnings}"
+    );
 }

@@ -40,8 +40,16 @@ fn is_killed_at(holder: &Daemon, moment: Moment, n: usize, work: impl FnOnce()) 
         Moment::Handled => ("memfd_create", n),
         Moment::Kept => ("recvfrom", 3 * n),
     };
-    until("a server runs", SOON, || holder.kept().is_some());
-    let server = holder.kept();
+    // The holder may have another child for a moment, and then none counts.
+    let running = || {
+        let mut kept = None;
+        until("a server runs", SOON, || {
+            kept = holder.kept();
+            kept.is_some()
+        });
+        kept
+    };
+    let server = running();
     let mut strace = Command::new(guests().join("tool"));
     strace.args(["strace", "-f", "-o", "/dev/null", "-p", &server.unwrap().to_string()]);
     strace.args(["-e", &format!("trace={call}")]);
@@ -51,12 +59,11 @@ fn is_killed_at(holder: &Daemon, moment: Moment, n: usize, work: impl FnOnce()) 
     let attached = lines.find(|line| line.contains("attached") || line.contains("ptrace"));
     assert!(attached.is_some_and(|line| line.contains("attached")), "strace cannot attach");
     work();
-    until("the holder has a server", SOON, || holder.kept().is_some());
-    let is_killed = holder.kept() != server;
+    let is_killed = running() != server;
     if !is_killed {
         kill_process(Pid::from_child(&strace), Signal::TERM).unwrap();
     }
-    strace.wait().unwrap();
+    until("strace has ended", SOON, || strace.try_wait().unwrap().is_some());
     is_killed
 }
 

@@ -11,6 +11,7 @@ use blockyard_driver::status;
 
 use crate::common::{
     BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, guests, listens, md5, tool, until,
+    until_readable,
 };
 use crate::guest::{Guest, pattern};
 
@@ -293,6 +294,7 @@ fn a_start_that_waits_for_storage_ends_at_sigterm() {
     command.arg("serve").arg("--config").arg(&config).args(["--sandbox", "off"]);
     let mut daemon = Daemon::start(&mut command);
     // The server opens the disk now.
+    until_readable("the server opens the disk", &listener);
     let _connection = listener.accept().unwrap();
     daemon.wait_log("serving ");
     let status = daemon.terminate();
@@ -323,6 +325,7 @@ fn a_reload_that_waits_for_storage_delays_no_other_signal() {
     std::fs::write(&config, disk("a", "ram:1M") + &hung).unwrap();
     daemon.signal(Signal::HUP);
     // The server opens the disk now.
+    until_readable("the server opens the disk", &listener);
     let (connection, _) = listener.accept().unwrap();
     daemon.signal(Signal::USR1);
     daemon.wait_log("clients: ");

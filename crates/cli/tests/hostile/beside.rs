@@ -53,8 +53,8 @@ impl Attack<'_> {
     }
 }
 
-/// Ends the attack, also if the neighbour's side panics.
-struct End<'a>(&'a AtomicBool);
+/// Ends the loop of another thread, also if this one panics.
+pub struct End<'a>(pub &'a AtomicBool);
 
 impl Drop for End<'_> {
     fn drop(&mut self) {

@@ -116,7 +116,12 @@ impl Daemon {
     /// Returns how many complaints about one guest may be in the log: a first budget, and one for
     /// each 10 s that the daemon has run.
     pub fn allowed_complaints(&self) -> usize {
-        12 + self.start.elapsed().as_secs() as usize / 10
+        12 + self.later_complaints()
+    }
+
+    /// Returns the number of complaints that the log may have besides those of the first budgets.
+    pub fn later_complaints(&self) -> usize {
+        self.start.elapsed().as_secs() as usize / 10
     }
 
     /// Waits for a complaint, and a moment longer for a second one.

@@ -11,6 +11,7 @@ use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::FrontendReq;
 
+use super::beside::End;
 use super::daemon::{Daemon, OTHER, SLOW, VICTIM};
 use super::guest::{BOTH, Guest, Layout, into, out, rung};
 use crate::common::{SOON, until, until_disconnected};
@@ -93,6 +94,7 @@ fn a_ring_that_changes_during_use_affects_no_other_queue() {
             let (stop, changes) = (AtomicBool::new(false), AtomicU64::new(0));
             let (desc, avail) = (guest.rings[0].desc.clone(), guest.rings[0].avail.clone());
             std::thread::scope(|scope| {
+                let _end = End(&stop);
                 let rewriter = scope.spawn(|| {
                     let (desc, avail) = (desc, avail);
                     rewrite(&desc, &avail, addresses, *layout, (&stop, &changes), round);
@@ -108,7 +110,6 @@ fn a_ring_that_changes_during_use_affects_no_other_queue() {
                         break;
                     }
                 }
-                stop.store(true, Ordering::Relaxed);
             });
             other.works(0, 0);
             guest.connection.stop_ring(0).unwrap();
@@ -136,6 +137,7 @@ fn endless_kicks_starve_no_other_queue() {
         let (stop, kicks) = (AtomicBool::new(false), AtomicU64::new(0));
         let kick = guest.rings[0].setup.kick.clone();
         std::thread::scope(|scope| {
+            let _end = End(&stop);
             let kicker = scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
                     // The write fails if the counter is full because nothing reads it. Reset the
@@ -153,7 +155,6 @@ fn endless_kicks_starve_no_other_queue() {
                 other.works(0, rounds % 1000);
                 rounds += 1;
             }
-            stop.store(true, Ordering::Relaxed);
         });
         guest.works(0, 0);
         let grown = daemon.own_memory().saturating_sub(before);
@@ -174,6 +175,7 @@ fn a_changed_in_flight_region_affects_no_request() {
         guest.start_ring(0).unwrap();
         let (stop, changes) = (AtomicBool::new(false), AtomicU64::new(0));
         std::thread::scope(|scope| {
+            let _end = End(&stop);
             let changer = scope.spawn(|| {
                 let mut random = Random::new(3);
                 while !stop.load(Ordering::Relaxed) {
@@ -188,7 +190,6 @@ fn a_changed_in_flight_region_affects_no_request() {
                 guest.works(0, rounds % 1000);
                 rounds += 1;
             }
-            stop.store(true, Ordering::Relaxed);
         });
         guest.connection.stop_ring(0).unwrap();
         assert_eq!(daemon.end(), [""; 0]);

@@ -361,7 +361,7 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
 /// The guest of a packed ring makes all descriptors available again while they are in flight.
 #[test]
 fn a_packed_ring_that_overtakes_itself_stops() {
-    let daemon = Daemon::slow("3s");
+    let daemon = Daemon::slow("6s");
     let mut guest = Guest::start(&daemon.socket(SLOW), Layout::Packed);
     let chain = good(&mut guest);
     let reads = SIZE / 3;

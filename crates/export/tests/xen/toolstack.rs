@@ -4,7 +4,7 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_driver::xen::operation::READ;
 use blockyard_driver::xen::{Terms, wait_for_node};
@@ -163,7 +163,9 @@ impl Setup {
 
 /// Waits until a device has ended by itself.
 fn wait_for_end(ended: &AtomicBool) {
+    let begun = Instant::now();
     while !ended.load(Ordering::SeqCst) {
+        assert!(begun.elapsed() < Duration::from_secs(60), "the device has not ended");
         std::thread::yield_now();
     }
 }

@@ -1,3 +1,5 @@
+use std::sync::atomic::{AtomicBool, Ordering};
+
 use super::*;
 use crate::memory::Region;
 
@@ -148,11 +150,19 @@ fn memory_that_changes_concurrently_can_be_searched() {
     slice.write(0x5003, &[1]);
     assert_eq!(segments.find_nonzero(0, 0x4000), Some(0x3003));
     assert_eq!(segments.find_difference(1, &Segments::buffer(0x4000), 0, 0x3fff), Some(0x3002));
-    let ends = std::sync::atomic::AtomicBool::new(false);
+    let ends = AtomicBool::new(false);
+    // Also if a search fails.
+    struct End<'a>(&'a AtomicBool);
+    impl Drop for End<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Relaxed);
+        }
+    }
     std::thread::scope(|scope| {
+        let _end = End(&ends);
         scope.spawn(|| {
             let slice = slice;
-            while !ends.load(std::sync::atomic::Ordering::Relaxed) {
+            while !ends.load(Ordering::Relaxed) {
                 slice.write(0x100, &[1]);
                 slice.write(0x100, &[0]);
             }
@@ -161,7 +171,6 @@ fn memory_that_changes_concurrently_can_be_searched() {
             let found = segments.find_nonzero(0, 0x4000);
             assert!(matches!(found, Some(0x100 | 0x3003)), "{found:?}");
         }
-        ends.store(true, std::sync::atomic::Ordering::Relaxed);
     });
 }
 
