@@ -27,6 +27,13 @@ pub use loan::Loan;
 use crate::memory::{GuestMemory, MemoryError, Region};
 use crate::ublk::RequestData;
 
+impl Loan {
+    /// Returns what the other thread gets.
+    pub fn lent(&self) -> Lent {
+        Lent::new(self.shared.clone(), self.own.len())
+    }
+}
+
 #[derive(Clone, Default)]
 enum Owner {
     #[default]

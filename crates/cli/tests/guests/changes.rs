@@ -31,7 +31,7 @@ fn the_disk_grows_in_user_mode_linux() {
 
 fn the_disk_grows(kind: GuestKind) {
     let mut fixture = GuestFixture::new(8 * MIB, &[]);
-    let mut guest = fixture.boot(kind, "", &[], GROW, Duration::from_secs(60));
+    let mut guest = fixture.boot(kind, "", &[], GROW, Duration::from_secs(600));
     guest.expect("tell ready");
     fixture.go_on();
     let sectors = guest.expect("sectors ");
@@ -82,7 +82,7 @@ fn memory_is_plugged_in_and_out_under_load_in_qemu() {
     let monitor = fixture.folder.join("qmp");
     let big = format!("BIG={BIG}");
     let options = ["--mem", MEMORY, "--qmp", monitor.to_str().unwrap(), "--env", &big];
-    let mut guest = fixture.boot(GuestKind::Qemu, "", &options, PLUG, Duration::from_secs(60));
+    let mut guest = fixture.boot(GuestKind::Qemu, "", &options, PLUG, Duration::from_secs(600));
     guest.expect("tell plug");
     let mut qmp = Qmp::connect(&monitor);
     let size = 256 * MIB;

@@ -43,7 +43,7 @@ done
 fn the_driver_can_be_unbound_and_bound_under_load() {
     let mut fixture = GuestFixture::new(32 * MIB, &["--queues", "2"]);
     let mut guest =
-        fixture.boot(GuestKind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(120));
+        fixture.boot(GuestKind::Qemu, ",queues=2", &[], UNBIND, Duration::from_secs(600));
     guest.expect("tell bound 0");
     let before = Footprint::of(fixture.daemon());
     fixture.go_on();
@@ -75,7 +75,7 @@ done
 #[test]
 fn the_driver_of_user_mode_linux_can_be_unbound_and_bound() {
     let mut fixture = GuestFixture::new(32 * MIB, &[]);
-    fixture.boot(GuestKind::Uml, "", &[], BIND, Duration::from_secs(60)).finish();
+    fixture.boot(GuestKind::Uml, "", &[], BIND, Duration::from_secs(600)).finish();
     fixture.stop();
 }
 
@@ -102,7 +102,7 @@ fn the_machine_can_be_reset_under_load() {
     let monitor = fixture.folder.join("qmp");
     let options = ["--qmp", monitor.to_str().unwrap()];
     let mut guest =
-        fixture.boot(GuestKind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(120));
+        fixture.boot(GuestKind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(600));
     guest.expect("tell first");
     fixture.until_served("write");
     let before = Footprint::of(fixture.daemon());

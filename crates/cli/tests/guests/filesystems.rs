@@ -157,7 +157,7 @@ fn in_band_notifications_work_in_user_mode_linux() {
     let script = "mkfs.ext4 -q /dev/vda && mount /dev/vda /mnt
         load --directory=/mnt --name=job --rw=randrw --bs=4k --size=2M --end_fsync=1
         umount /mnt && e2fsck -fn /dev/vda";
-    fixture.boot(GuestKind::Uml, "", &[], script, Duration::from_secs(60)).finish();
+    fixture.boot(GuestKind::Uml, "", &[], script, Duration::from_secs(600)).finish();
     fixture.stop();
     tool("e2fsck", ["-fn".as_ref(), fixture.image.as_os_str()]).good();
 }
@@ -201,7 +201,7 @@ fn file_systems_work_on_an_overlay_in_user_mode_linux() {
         echo "sum $sum""#;
     let disk = Guest::vhost(&socket, "");
     let mut guest =
-        Guest::start(GuestKind::Uml, disk, &script_with_prelude(script), Duration::from_secs(120));
+        Guest::start(GuestKind::Uml, disk, &script_with_prelude(script), Duration::from_secs(600));
     let sum = guest.expect("sum ");
     guest.finish();
     daemon.stop();

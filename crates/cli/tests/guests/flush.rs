@@ -80,7 +80,7 @@ fn watch(options: &[&str]) -> Seen {
         let image = fixture.image.clone();
         Trace::start(fixture.daemon(), &image)
     };
-    let guest = fixture.boot(GuestKind::Uml, "", &[], SCRIPT, Duration::from_secs(60));
+    let guest = fixture.boot(GuestKind::Uml, "", &[], SCRIPT, Duration::from_secs(600));
     let cache = guest.finish().trim().to_string();
     let (operations, syncs) = trace.read();
     let log = fixture.stop();

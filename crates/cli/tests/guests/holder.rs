@@ -78,7 +78,7 @@ fn a_guest_that_cannot_connect_again_survives_kills_and_upgrades_of_the_server()
     holder.wait_ready();
     let sockets = ["disk.sock", "flag.sock"].map(|name| folder.join(name));
     let options = sockets.iter().flat_map(|socket| Guest::vhost(socket, ""));
-    let limit = Duration::from_secs(120);
+    let limit = Duration::from_secs(900);
     let mut guest = Guest::start(GuestKind::Uml, options, &script_with_prelude(SCRIPT), limit);
     guest.expect("started");
     for n in 0..KILLS {

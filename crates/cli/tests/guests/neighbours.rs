@@ -8,7 +8,7 @@ use std::time::Duration;
 use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind};
 use crate::fixture::{Statistics, script_with_prelude};
 
-const LIMIT: Duration = Duration::from_secs(150);
+const LIMIT: Duration = Duration::from_secs(600);
 
 /// The guest writes to its memory, most of which is swapped out, and reads the same data again.
 const THRASHER: &str = r#"

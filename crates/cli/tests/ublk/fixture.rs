@@ -161,7 +161,7 @@ esac
 "#;
 
 /// Timeout for a script.
-const LIMIT: Duration = Duration::from_secs(300);
+const LIMIT: Duration = Duration::from_secs(900);
 /// Timeout for all scripts of a guest. After it the runner ends the guest.
 const ALL: Duration = Duration::from_secs(1800);
 

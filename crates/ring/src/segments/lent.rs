@@ -4,7 +4,7 @@ use std::io;
 use std::sync::Arc;
 
 use super::Segments;
-use super::loan::{Loan, Shared};
+use super::loan::Shared;
 
 /// The memory of a request, lent to a device until its method returns. It may be a guest's memory
 /// itself. After the request was answered, each use is an error.
@@ -24,14 +24,11 @@ impl std::fmt::Debug for Lent {
     }
 }
 
-impl Loan {
-    /// Returns what the other thread gets.
-    pub fn lent(&self) -> Lent {
-        Lent { shared: self.shared.clone(), start: 0, len: self.own.len() }
-    }
-}
-
 impl Lent {
+    pub(super) fn new(shared: Arc<Shared>, len: usize) -> Self {
+        Lent { shared, start: 0, len }
+    }
+
     /// Returns the length in bytes.
     pub fn len(&self) -> usize {
         self.len
