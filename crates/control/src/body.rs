@@ -1,7 +1,6 @@
 //! JSON bodies and query parameters of requests, with errors as problem documents.
 
 use std::fmt;
-use std::time::Duration;
 
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::request::Parts;
@@ -11,15 +10,13 @@ use serde::{Deserialize, Deserializer};
 use serde_json::Value;
 use serde_json::error::Category;
 
+use crate::limits::ClientLimits;
 use crate::operator::Object;
 use crate::problem::{Kind, Problem};
 use crate::wrong_type::wrong_type;
 
 /// Maximum size of a body in bytes.
 const MAX_BODY: usize = 64 << 10;
-
-/// How long a body may take to arrive.
-const BODY_TIME: Duration = Duration::from_secs(10);
 
 /// A body of JSON. Its content type does not matter, so that `curl --data` needs no header.
 pub(crate) struct Body<T>(pub T);
@@ -28,8 +25,9 @@ impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
     type Rejection = Problem;
 
     async fn from_request(request: Request, _: &S) -> Result<Self, Problem> {
+        let limits = request.extensions().get::<ClientLimits>().copied().unwrap_or_default();
         let whole = Limited::new(request.into_body(), MAX_BODY).collect();
-        let bytes = match tokio::time::timeout(BODY_TIME, whole).await {
+        let bytes = match tokio::time::timeout(limits.body, whole).await {
             Ok(Ok(collected)) => collected.to_bytes(),
             Ok(Err(e)) if e.is::<LengthLimitError>() => {
                 let detail = format!("the body has more than {MAX_BODY} bytes: send a smaller one");
@@ -37,7 +35,7 @@ impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
             }
             Ok(Err(e)) => return Err(Problem::new(Kind::Malformed, format!("the body: {e}"))),
             Err(_) => {
-                let detail = format!("the body did not arrive within {BODY_TIME:?}");
+                let detail = format!("the body did not arrive within {:?}", limits.body);
                 return Err(Problem::new(Kind::Timeout, detail));
             }
         };

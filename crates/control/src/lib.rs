@@ -12,6 +12,7 @@
 //!   page       what the metrics' address offers
 //!   body       reads a JSON body within bounds
 //!   wrong_type describes values of a wrong type without Rust's names of types
+//!   limits     times that bound what a client occupies
 //!   log        lines about calls and connections, within bounds
 //!   server     the thread that accepts connections, and the bounds of a connection
 //!   connections  the connections of a listener, and which of them makes room for another one
@@ -36,6 +37,7 @@ mod connections;
 mod description;
 pub mod events;
 pub mod figures;
+mod limits;
 mod log;
 pub mod metrics;
 mod operator;
@@ -50,6 +52,7 @@ mod wrong_type;
 
 pub use access::{Access, Peer};
 pub use body::invalid;
+pub use limits::ClientLimits;
 pub use operator::{Answer, Departure, Object, Operator};
 pub use problem::{Kind, Problem};
 pub use routes::description;

@@ -4,7 +4,7 @@
 //! - One thread collects at a time, and collecting takes at most a quarter of the time. So clients
 //!   that ask without a pause do not occupy the reactors or a processor.
 //! - A text may have megabytes. At most `MAX_TEXTS` of a listener are in memory, each for at most
-//!   `READ_TIME`. So clients that read slowly do not occupy memory.
+//!   [`ClientLimits::text`]. So clients that read slowly do not occupy memory.
 
 use std::convert::Infallible;
 use std::pin::Pin;
@@ -26,18 +26,13 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use crate::figures::Figures;
+use crate::limits::ClientLimits;
 use crate::metrics;
 use crate::operator::{Answer, Operator};
 use crate::problem::{Kind, Problem};
 
 /// Maximum number of texts of a listener in memory.
 const MAX_TEXTS: usize = 4;
-
-/// How long a client may take to read a text. Prometheus waits as long by default.
-const READ_TIME: Duration = Duration::from_secs(10);
-
-/// How long a scrape waits for others to end.
-const PATIENCE: Duration = Duration::from_secs(10);
 
 /// Size of the pieces of a text. The connection takes a piece when its buffer has space.
 const PIECE: usize = 16 << 10;
@@ -52,13 +47,14 @@ pub(crate) struct Scrapes {
     /// Shared by all listeners.
     collecting: Arc<Semaphore>,
     texts: Arc<Semaphore>,
+    limits: ClientLimits,
 }
 
 impl Scrapes {
-    pub fn new(operator: Arc<dyn Operator>) -> Self {
+    pub fn new(operator: Arc<dyn Operator>, limits: ClientLimits) -> Self {
         let (collecting, texts) =
             (Arc::new(Semaphore::new(1)), Arc::new(Semaphore::new(MAX_TEXTS)));
-        Scrapes { operator, collecting, texts }
+        Scrapes { operator, collecting, texts, limits }
     }
 
     /// Returns the scrapes of another listener.
@@ -78,8 +74,8 @@ impl Scrapes {
         content_type: &'static str,
         render: impl FnOnce(Figures) -> String + Send + 'static,
     ) -> Answer<Response> {
-        let slot = permit(self.texts).await?;
-        let turn = permit(self.collecting).await?;
+        let slot = permit(self.texts, self.limits.wait).await?;
+        let turn = permit(self.collecting, self.limits.wait).await?;
         let operator = self.operator;
         // The collection goes on if its client disconnects. Only its end lets the next one begin.
         let (sender, receiver) = oneshot::channel();
@@ -95,7 +91,7 @@ impl Scrapes {
             return Err(Problem::new(Kind::Busy, "the server is ending"));
         };
         let text = collected?;
-        let deadline = cutoff.after(READ_TIME);
+        let deadline = cutoff.after(self.limits.text);
         let body = Text { rest: Bytes::from(text), _slot: slot, _deadline: deadline };
         let mut response = Response::new(Body::new(body));
         let content_type = HeaderValue::from_static(content_type);
@@ -130,8 +126,8 @@ async fn figures(
     scrapes.answer(&cutoff, "application/json", render).await
 }
 
-async fn permit(semaphore: Arc<Semaphore>) -> Answer<OwnedSemaphorePermit> {
-    match tokio::time::timeout(PATIENCE, semaphore.acquire_owned()).await {
+async fn permit(semaphore: Arc<Semaphore>, wait: Duration) -> Answer<OwnedSemaphorePermit> {
+    match tokio::time::timeout(wait, semaphore.acquire_owned()).await {
         Ok(Ok(permit)) => Ok(permit),
         _ => Err(Problem::new(Kind::Busy, "too many clients read metrics: try again later")),
     }

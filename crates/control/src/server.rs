@@ -25,16 +25,11 @@ use tokio_io_timeout::TimeoutStream;
 use crate::access::Access;
 use crate::connections::{Accepted, Connection, Connections, follow};
 use crate::events::EventLog;
+use crate::limits::ClientLimits;
 use crate::log::ConnectionLog;
 use crate::operator::Operator;
 use crate::scrape::{Cutoff, Scrapes};
 use crate::{page, routes};
-
-/// How long a client may take to send the header of its first or next request.
-const HEADER_TIME: Duration = Duration::from_secs(10);
-
-/// How long a client may read nothing of an answer.
-const WRITE_TIME: Duration = Duration::from_secs(10);
 
 /// How long clients may read the last events of a server that ends.
 const LAST_EVENTS: Duration = Duration::from_secs(1);
@@ -85,14 +80,18 @@ impl Acceptance {
 
 impl Api {
     /// Starts the thread.
-    pub fn start(listeners: Listeners, operator: Arc<dyn Operator>) -> io::Result<Self> {
+    pub fn start(
+        listeners: Listeners,
+        limits: ClientLimits,
+        operator: Arc<dyn Operator>,
+    ) -> io::Result<Self> {
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(routes::THREADS)
             .thread_name("api call")
             .build()?;
         let events = operator.events().clone();
-        let scrapes = Scrapes::new(operator.clone());
+        let scrapes = Scrapes::new(operator.clone(), limits);
         let acceptance = Acceptance(watch::Sender::new(true));
         let connections = Connections::new();
         let (api, metrics) = {
@@ -102,14 +101,14 @@ impl Api {
                 let listener = tokio::net::UnixListener::from_std(listener)?;
                 let router = routes::router(operator, scrapes.clone());
                 let accepts = acceptance.0.subscribe();
-                let door = Door { connections: connections.clone(), accepts };
+                let door = Door { connections: connections.clone(), accepts, limits };
                 io::Result::Ok(accept_api(listener, access, router, door))
             });
             let metrics = listeners.metrics.map(|listener| {
                 listener.set_nonblocking(true)?;
                 let listener = tokio::net::TcpListener::from_std(listener)?;
-                let connections = Connections::new();
-                let door = Door { connections, accepts: acceptance.0.subscribe() };
+                let (connections, accepts) = (Connections::new(), acceptance.0.subscribe());
+                let door = Door { connections, accepts, limits };
                 let router = page::router(scrapes.of_other_listener());
                 io::Result::Ok(accept_metrics(listener, router, door))
             });
@@ -164,6 +163,7 @@ struct Door {
     connections: Connections,
     /// See [`Acceptance`].
     accepts: watch::Receiver<bool>,
+    limits: ClientLimits,
 }
 
 impl Door {
@@ -211,7 +211,7 @@ async fn accept_api(
                     let Some(place) = door.connections.place(accepted).await else { return };
                     let router = router.clone().layer(axum::Extension(peer));
                     let connection = door.connections.add(place);
-                    tokio::spawn(serve(stream, peer.to_string(), router, connection));
+                    tokio::spawn(serve(stream, peer.to_string(), router, connection, door.limits));
                 }
                 Err(e) => lines.refused(&e),
             },
@@ -230,7 +230,8 @@ async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut d
             Ok(((stream, peer), accepted)) => {
                 let Some(place) = door.connections.place(accepted).await else { return };
                 let connection = door.connections.add(place);
-                tokio::spawn(serve(stream, peer.to_string(), router.clone(), connection));
+                let router = router.clone();
+                tokio::spawn(serve(stream, peer.to_string(), router, connection, door.limits));
             }
             Err(e) => cannot_accept(&lines, "metrics", &e).await,
         }
@@ -247,16 +248,17 @@ async fn serve(
     peer: String,
     router: Router,
     connection: Connection,
+    limits: ClientLimits,
 ) {
     let mut stream = TimeoutStream::new(stream);
-    stream.set_write_timeout(Some(WRITE_TIME));
+    stream.set_write_timeout(Some(limits.stall));
     let cutoff = Cutoff::default();
-    let router = router.layer(axum::Extension(cutoff.clone()));
+    let router = router.layer(axum::Extension(cutoff.clone())).layer(axum::Extension(limits));
     let router = router.layer(middleware::from_fn_with_state(connection.activity(), follow));
     let service = TowerToHyperService::new(router);
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
-        .header_read_timeout(HEADER_TIME)
+        .header_read_timeout(limits.header)
         .max_buf_size(MAX_BUFFER)
         .serve_connection(TokioIo::new(Box::pin(stream)), service);
     tokio::select! {

@@ -24,7 +24,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use anyhow::{Context, bail};
-use blockyard_control::{Access, Api, Listeners};
+use blockyard_control::{Access, Api, ClientLimits, Listeners};
 use blockyard_export::Listener;
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
@@ -120,7 +120,8 @@ impl Opened {
             });
             listeners.metrics = Some(listener);
         }
-        let api = Api::start(listeners, server.clone()).context("starting the API")?;
+        let api = Api::start(listeners, ClientLimits::default(), server.clone());
+        let api = api.context("starting the API")?;
         server.hand_overs.pauses(api.acceptance());
         Ok(Some(Running { api, _socket: socket }))
     }
