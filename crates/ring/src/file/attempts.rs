@@ -5,45 +5,69 @@ use std::time::Instant;
 use crate::host;
 use crate::policy::pauses::Pauses;
 
-/// Does the work, unless [`Pauses`] forbids it now.
-pub fn attempt<T>(pauses: &Pauses, work: impl FnOnce() -> T) -> Option<T> {
-    let began = Instant::now();
+/// Does the work, unless [`Pauses`] forbids it now. `clock` returns the time.
+pub fn attempt<T>(
+    pauses: &Pauses,
+    clock: impl Fn() -> Instant,
+    work: impl FnOnce() -> T,
+) -> Option<T> {
+    let began = clock();
     if !pauses.allows(began) {
         return None;
     }
     let switches = host::voluntary_switches();
     let done = work();
-    pauses.done(began, Instant::now(), || host::voluntary_switches() != switches);
+    pauses.done(began, clock(), || host::voluntary_switches() != switches);
     Some(done)
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::sync::mpsc;
+    use std::time::Duration;
 
     use super::*;
 
-    /// The work waits for another thread, which answers after 100 ms. That is long enough to count
-    /// as blocked.
+    /// Waits until a thread of this process has gone to sleep more often than `before`.
+    fn until_asleep(thread: rustix::process::Pid, before: i64) {
+        let path = format!("/proc/self/task/{}/status", thread.as_raw_nonzero());
+        let start = Instant::now();
+        loop {
+            let status = std::fs::read_to_string(&path).unwrap();
+            let (_, rest) = status.split_once("\nvoluntary_ctxt_switches:").unwrap();
+            if rest.split_whitespace().next().unwrap().parse::<i64>().unwrap() > before {
+                return;
+            }
+            assert!(start.elapsed().as_secs() < 60, "the thread does not sleep");
+            std::thread::yield_now();
+        }
+    }
+
+    /// The work sleeps until another thread answers, and takes 100 ms by the clock.
     #[test]
     fn work_is_not_attempted_after_it_blocked() {
-        let pauses = Pauses::default();
-        assert_eq!(attempt(&pauses, || 7), Some(7));
-        let (asked, asks) = mpsc::channel::<Instant>();
+        let (pauses, now) = (Pauses::default(), Cell::new(Instant::now()));
+        let pass = |time| now.set(now.get() + time);
+        let clock = || now.get();
+        assert_eq!(attempt(&pauses, clock, || 7), Some(7));
+        let (asked, asks) = mpsc::channel();
         let (answer, answers) = mpsc::channel();
         let other = std::thread::spawn(move || {
-            let began = asks.recv().unwrap();
-            while began.elapsed().as_millis() < 100 {
-                std::thread::yield_now();
-            }
+            let (thread, before) = asks.recv().unwrap();
+            until_asleep(thread, before);
             answer.send(()).unwrap();
         });
         let work = || {
-            asked.send(Instant::now()).unwrap();
+            asked.send((rustix::thread::gettid(), host::voluntary_switches())).unwrap();
             answers.recv().unwrap();
+            pass(Duration::from_millis(100));
         };
-        assert_eq!(attempt(&pauses, work), Some(()));
-        assert_eq!(attempt(&pauses, || 8), None, "a pause of 2 s");
+        assert_eq!(attempt(&pauses, clock, work), Some(()));
+        pass(Duration::from_millis(1999));
+        assert_eq!(attempt(&pauses, clock, || 8), None, "a pause of 2 s");
+        pass(Duration::from_millis(1));
+        assert_eq!(attempt(&pauses, clock, || 9), Some(9));
         other.join().unwrap();
     }
 }

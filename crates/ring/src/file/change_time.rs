@@ -5,6 +5,7 @@
 use std::io;
 use std::os::fd::BorrowedFd;
 use std::rc::Rc;
+use std::time::Instant;
 
 use rustix::fs::{FileType, OFlags, Timespec, Timestamps, UTIME_NOW, UTIME_OMIT};
 
@@ -67,7 +68,7 @@ pub fn next(
 fn note(policy: &ChangeTime, fd: BorrowedFd<'_>) -> bool {
     let time = |tv_nsec| Timespec { tv_sec: 0, tv_nsec };
     let times = Timestamps { last_access: time(UTIME_OMIT), last_modification: time(UTIME_NOW) };
-    match attempt(&policy.pauses, || rustix::fs::futimens(fd, &times)) {
+    match attempt(&policy.pauses, Instant::now, || rustix::fs::futimens(fd, &times)) {
         Some(Ok(())) => {
             policy.was_noted();
             true
@@ -84,7 +85,7 @@ fn note(policy: &ChangeTime, fd: BorrowedFd<'_>) -> bool {
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, OwnedFd};
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
 

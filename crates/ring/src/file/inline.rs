@@ -3,6 +3,7 @@
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
 use std::rc::Rc;
+use std::time::Instant;
 
 use rustix::fs::{FileType, OFlags};
 
@@ -29,7 +30,10 @@ pub fn write(
 ) -> Option<usize> {
     match policy.way() {
         Way::Ring => None,
-        Way::Inline => attempt(&policy.pauses, || host::write_at(fd, segments, offset, 0))?.ok(),
+        Way::Inline => {
+            let work = || host::write_at(fd, segments, offset, 0);
+            attempt(&policy.pauses, Instant::now, work)?.ok()
+        }
         Way::Unknown => {
             let written = host::write_at(fd, segments, offset, libc::RWF_NOWAIT);
             policy.tried(matches!(&written, Err(e) if e.raw_os_error() == Some(libc::EOPNOTSUPP)));
@@ -42,7 +46,7 @@ pub fn write(
 #[cfg(test)]
 mod tests {
     use std::os::fd::{AsFd, OwnedFd};
-    use std::time::{Duration, Instant};
+    use std::time::Duration;
 
     use super::*;
 
