@@ -152,18 +152,27 @@ fn connect(uri: &Uri, deadline: Instant) -> Result<OwnedFd, NbdError> {
     }
 }
 
-/// Connects to the first of the addresses that answers. Each address gets an equal share of the
-/// time that is left, so that one that does not answer leaves time for the others.
+/// Connects to the first of the addresses that answers.
 fn connect_to_any(addresses: &[SocketAddr], deadline: Instant) -> io::Result<OwnedFd> {
+    let stream = first_answer(addresses, || left(deadline), TcpStream::connect_timeout)?;
+    stream.set_nodelay(true)?;
+    keep_alive(&stream)?;
+    Ok(stream.into())
+}
+
+/// Returns what `connect` returns for the first of the addresses that answers. Each address gets an
+/// equal share of the time that is left, so that one that does not answer leaves time for the
+/// others.
+fn first_answer<T>(
+    addresses: &[SocketAddr],
+    left: impl Fn() -> io::Result<Duration>,
+    connect: impl Fn(&SocketAddr, Duration) -> io::Result<T>,
+) -> io::Result<T> {
     let mut last = io::Error::other("the name has no address");
     for (at, address) in addresses.iter().enumerate() {
-        let share = left(deadline)? / (addresses.len() - at) as u32;
-        match TcpStream::connect_timeout(address, share.max(SHORTEST)) {
-            Ok(stream) => {
-                stream.set_nodelay(true)?;
-                keep_alive(&stream)?;
-                return Ok(stream.into());
-            }
+        let share = left()? / (addresses.len() - at) as u32;
+        match connect(address, share.max(SHORTEST)) {
+            Ok(connection) => return Ok(connection),
             Err(e) => last = e,
         }
     }
@@ -218,31 +227,44 @@ impl Write for Timed<'_> {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
     use std::net::{Ipv4Addr, TcpListener};
+
+    use rustix::event::{PollFd, PollFlags};
 
     use super::*;
 
-    /// Returns a listener without room for another connection, and the connections that fill it.
-    fn full() -> (TcpListener, Vec<TcpStream>) {
-        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
-        rustix::net::listen(&listener, 0).unwrap();
-        let address = listener.local_addr().unwrap();
-        let wait = Duration::from_millis(200);
-        let connections = std::iter::from_fn(|| TcpStream::connect_timeout(&address, wait).ok());
-        let connections = connections.collect();
-        (listener, connections)
+    #[test]
+    fn an_address_that_does_not_answer_leaves_time_for_the_others() {
+        let addresses: [SocketAddr; 3] = [1, 2, 3].map(|port| (Ipv4Addr::LOCALHOST, port).into());
+        let [silent, refused, good] = addresses;
+        let time = Cell::new(Duration::from_secs(60));
+        let connect = |address: &SocketAddr, share: Duration| {
+            if *address == silent {
+                time.set(time.get() - share);
+                return Err(io::ErrorKind::TimedOut.into());
+            }
+            if *address == good { Ok(share) } else { Err(io::ErrorKind::ConnectionRefused.into()) }
+        };
+        let left = || Ok(time.get());
+        let share = first_answer(&addresses, left, connect).unwrap();
+        assert_eq!(share, Duration::from_secs(40), "the silent one has had 20 s of 60 s");
+        let error = first_answer(&[refused, silent], left, connect).unwrap_err();
+        assert_eq!((error.kind(), time.get()), (io::ErrorKind::TimedOut, Duration::ZERO));
     }
 
     #[test]
-    fn an_address_that_does_not_answer_leaves_time_for_the_others() {
-        let ((silent, _filling), good) = (full(), TcpListener::bind((Ipv4Addr::LOCALHOST, 0)));
-        let good = good.unwrap();
-        let addresses = [silent.local_addr().unwrap(), good.local_addr().unwrap()];
-        let deadline = Instant::now() + Duration::from_secs(4);
-        let fd = connect_to_any(&addresses, deadline).unwrap();
-        assert_eq!(TcpStream::from(fd).peer_addr().unwrap(), addresses[1]);
-        let error = connect_to_any(&addresses[..1], Instant::now() + Duration::from_millis(50));
-        assert_eq!(error.unwrap_err().kind(), io::ErrorKind::TimedOut);
+    fn connecting_to_an_address_that_does_not_answer_ends_at_the_deadline() {
+        // The queue of this listener has room for one connection.
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+        rustix::net::listen(&listener, 0).unwrap();
+        let address = listener.local_addr().unwrap();
+        let _first = TcpStream::connect(address).unwrap();
+        let mut queue = [PollFd::new(&listener, PollFlags::IN)];
+        rustix::event::poll(&mut queue, None).unwrap();
+        let deadline = Instant::now() + Duration::from_millis(50);
+        let error = connect_to_any(&[address], deadline).unwrap_err();
+        assert_eq!(error.kind(), io::ErrorKind::TimedOut);
     }
 
     #[test]
