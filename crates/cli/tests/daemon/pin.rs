@@ -3,6 +3,7 @@
 use std::os::fd::AsRawFd;
 use std::path::Path;
 use std::process::Command;
+use std::sync::atomic::Ordering;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
@@ -44,28 +45,29 @@ fn memory_is_pinned_while_its_front_end_is_connected() {
             (reactors.to_string(), ["--queues", "4", "--pin-memory", "--cache", cache]);
         let daemon = Daemon::serve(&image, &socket, &[&more[..], &["--reactors", &count]].concat());
         assert_eq!(pinned(&daemon), 0);
-        for packed in [false, true] {
+        for (round, packed) in (1..).zip([false, true]) {
             let load = LoadOptions {
                 rw: Pattern::Randrw,
                 queues: 4,
                 depth: 16,
-                ops: Some(20_000),
+                runtime: 120.0,
                 flush_every: 50,
                 verify: true,
                 packed,
                 ..LoadOptions::for_socket(socket.clone())
             };
-            let load = std::thread::spawn(move || measure(&load));
-            let mut most = 0;
-            while !load.is_finished() {
-                most = most.max(pinned(&daemon));
-                std::thread::sleep(std::time::Duration::from_millis(5));
-            }
-            let report = load.join().unwrap().unwrap();
+            let report = std::thread::scope(|scope| {
+                let client = scope.spawn(|| measure(&load).unwrap());
+                daemon.until_served_more_than(round * 10_000, "write", "");
+                // Each reactor pins at least the data of all requests.
+                until("each reactor has pinned the memory", SOON, || {
+                    pinned(&daemon) >= 4 * 16 * 4 * reactors
+                });
+                load.over.store(true, Ordering::Relaxed);
+                client.join().unwrap()
+            });
             assert_eq!((report.errors, report.first_error), (0, None));
             assert!(report.verified_blocks > 1000, "{} blocks: no load", report.verified_blocks);
-            // Each reactor pins at least the data of all requests.
-            assert!(most >= 4 * 16 * 4 * reactors, "{most} kB pinned on {reactors} reactors");
             nothing_pinned(&daemon);
         }
         let mut guest = Guest::connect(&socket);
