@@ -2,7 +2,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use crate::common::{self, BLOCKYARD, Folder, SOON, until};
 
@@ -124,11 +124,22 @@ impl Daemon {
         self.start.elapsed().as_secs() as usize / 10
     }
 
-    /// Waits for a complaint, and a moment longer for a second one.
+    /// Waits for a complaint. Returns all complaints so far.
     pub fn complained(&self) -> Vec<String> {
         until("a complaint", SOON, || !self.complaints().is_empty());
-        std::thread::sleep(Duration::from_millis(10));
         self.complaints()
+    }
+
+    /// Waits until the daemon has handled what the front end of a disk, which is still connected,
+    /// has sent so far. Each reactor answers before the daemon logs the statistics of the disk. It
+    /// answers twice, because the first answer may come before events that were there earlier.
+    pub fn has_handled_all(&self, disk: &str) {
+        let clients = format!("clients: pid {} disk=\"{disk}\"", std::process::id());
+        for _ in 0..2 {
+            let from = self.daemon.log().len();
+            self.daemon.signal(common::Signal::USR1);
+            self.daemon.wait_log_after(from, &clients);
+        }
     }
 
     /// Returns the size in bytes of the daemon's own memory, without the shared memory of guests.

@@ -271,7 +271,7 @@ fn breaks(cases: &[Case]) {
             let mut other = Guest::start(&daemon.socket(OTHER), *layout);
             let mut guest = Guest::start(&daemon.socket(VICTIM), *layout);
             (case.act)(&mut guest);
-            stopped(&daemon, &mut guest, &what, case.says);
+            stopped(&daemon, VICTIM, &mut guest, &what, case.says);
             assert_eq!(guest.rings[0].reap(1), None, "{what}: answered");
             other.works(0, 0);
             guest.works(1, 8);
@@ -282,9 +282,9 @@ fn breaks(cases: &[Case]) {
     }
 }
 
-/// Checks that queue 0 has stopped: the error eventfd was signalled once, the log has one line, and
-/// kicks change nothing.
-fn stopped(daemon: &Daemon, guest: &mut Guest, what: &str, says: &str) {
+/// Checks that queue 0 of this guest of a disk has stopped: the error eventfd was signalled once,
+/// the log has one line, and kicks change nothing.
+fn stopped(daemon: &Daemon, disk: &str, guest: &mut Guest, what: &str, says: &str) {
     let error = guest.rings[0].error.clone();
     let mut poll = [rustix::event::PollFd::new(&*error, rustix::event::PollFlags::IN)];
     let limit = rustix::event::Timespec { tv_sec: PATIENCE.as_secs() as _, tv_nsec: 0 };
@@ -297,7 +297,8 @@ fn stopped(daemon: &Daemon, guest: &mut Guest, what: &str, says: &str) {
     for _ in 0..10 {
         guest.rings[0].kick();
     }
-    let log = daemon.complained();
+    daemon.has_handled_all(disk);
+    let log = daemon.complaints();
     assert_eq!(log.len(), 1, "{what}: {log:#?}");
     assert!(
         log[0].contains(says) && log[0].contains("queue=0") && log[0].contains(" WARN "),
@@ -347,7 +348,7 @@ fn a_chain_offered_twice_stops_the_queue_after_its_answer() {
             }
         }
         guest.rings[0].kick();
-        stopped(&daemon, &mut guest, "twice", "in flight already");
+        stopped(&daemon, SLOW, &mut guest, "twice", "in flight already");
         other.works(0, 0);
         // Valid requests are still completed.
         assert_eq!(guest.rings[0].wait(3), (head, 513));
@@ -382,7 +383,7 @@ fn a_packed_ring_that_overtakes_itself_stops() {
     // The chain has three descriptors, but only one is free.
     read(&mut guest, reads);
     guest.rings[0].kick();
-    stopped(&daemon, &mut guest, "overtaken", "made available again");
+    stopped(&daemon, SLOW, &mut guest, "overtaken", "made available again");
     for _ in 0..reads {
         assert_eq!(guest.rings[0].wait(3).1, 513);
     }
