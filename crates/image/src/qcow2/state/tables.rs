@@ -481,17 +481,17 @@ impl LocalSlices {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::time::{Duration, Instant};
 
     use crate::qcow2::encoding::entry::{COMPRESSED, COPIED};
 
     /// A write to a compressed cluster makes all its subclusters allocated; a discard makes them
     /// zeroes. Half of either change would be an unallocated cluster, which exposes the backing
-    /// file. The test changes one entry long enough that an unsynchronized reader would see half a
-    /// change, even if the two threads rarely run at once.
+    /// file. The test sees so many changes of one entry that an unsynchronized reader would see
+    /// half a change. If the two threads rarely run at once, it sees fewer changes in more reads.
     #[test]
     fn both_words_of_an_extended_entry_change_together() {
-        const LONG: Duration = Duration::from_millis(1200);
+        const CHANGES: u32 = 1_000_000;
+        const READS: u32 = 50_000_000;
         let before = Entry { word: COMPRESSED | 0x1234, bitmap: 0 };
         let written = Entry { word: COPIED | 0x50000, bitmap: 0xffff_ffff };
         let discarded = Entry { word: 0, bitmap: 0xffff_ffff << 32 };
@@ -509,11 +509,12 @@ mod tests {
                         (0..change % 7).for_each(|_| std::hint::spin_loop());
                     }
                 });
-                let (begun, mut found) = (Instant::now(), None);
-                while found.is_none() && begun.elapsed() < LONG {
-                    found =
-                        (0..1000).map(|_| slice.get(0)).find(|now| *now != before && *now != after);
-                }
+                let (mut last, mut changes) = (before, 0);
+                let mut reads = (0..READS).map(|_| slice.get(0)).take_while(|now| {
+                    changes += u32::from(std::mem::replace(&mut last, *now) != *now);
+                    changes < CHANGES
+                });
+                let found = reads.find(|now| *now != before && *now != after);
                 done.store(true, Ordering::Relaxed);
                 found
             });
