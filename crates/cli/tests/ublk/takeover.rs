@@ -164,8 +164,16 @@ sleep 100 5</dev/ublkb5 &
 sleeper=$!
 blockyard detach --force /dev/ublkb5
 fails 1 '/dev/ublkb5 was removed and is still open' "process $sleeper (sleep)" -- blockyard attach a.img --ublk=5
-{ sleep 0.5 && kill $sleeper; } &
-[[ $(blockyard attach a.img --ublk=5) == /dev/ublkb5 ]]
+# The next server waits for its end.
+blockyard attach a.img --ublk=5 --log debug >/tmp/attached &
+attaching=$!
+until grep -qs 'ublkb5 is not free yet' /run/blockyard-attach/*.log; do
+    kill -0 $attaching || { cat /run/blockyard-attach/*.log && exit 1; }
+    nap 0.02
+done
+kill $sleeper
+wait $attaching
+[[ $(</tmp/attached) == /dev/ublkb5 ]]
 blockyard detach /dev/ublkb5
 "#;
 

@@ -266,13 +266,16 @@ impl Ublk {
     /// closed the device. The driver may need a moment for that, even if this server had the
     /// device.
     fn add_when_free(&mut self, want: &DeviceInfo) -> io::Result<DeviceInfo> {
-        let start = Instant::now();
+        let (start, mut waits) = (Instant::now(), false);
         loop {
             match self.control.add(want) {
                 Err(e)
                     if Errno::from_io_error(&e) == Some(Errno::EXIST)
                         && start.elapsed() < MAX_WAIT =>
                 {
+                    if !std::mem::replace(&mut waits, true) {
+                        tracing::debug!("ublkb{} is not free yet: waiting for its close", want.id);
+                    }
                     std::thread::sleep(Duration::from_millis(10));
                 }
                 done => return done,
