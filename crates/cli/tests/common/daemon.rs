@@ -2,13 +2,14 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::io::{BufRead, BufReader, Read};
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Arc, Mutex};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
 use super::{BLOCKYARD, SOON, TOOL, until, wait};
@@ -19,10 +20,6 @@ pub struct Daemon {
     out: Gathered,
     log: Gathered,
 }
-
-/// How long to wait for the last output of a daemon that ended, if another process keeps its output
-/// open.
-const OUTPUT_TIMEOUT: Duration = Duration::from_secs(2);
 
 impl Daemon {
     /// Starts `blockyard serve IMAGE --vhost-user SOCKET OPTIONS...` and waits until it is ready.
@@ -93,12 +90,12 @@ impl Daemon {
         self.out.text().lines().any(|line| line == "ready")
     }
 
-    /// Waits until the output of a daemon that ended is complete.
+    /// Waits until all output of a daemon that ended is collected.
+    #[track_caller]
     fn collect_output(&self) {
-        let start = Instant::now();
-        while !(self.out.is_whole() && self.log.is_whole()) && start.elapsed() < OUTPUT_TIMEOUT {
-            std::thread::sleep(Duration::from_millis(1));
-        }
+        until("the output of the ended daemon is read", SOON, || {
+            self.out.has_all_so_far() && self.log.has_all_so_far()
+        });
     }
 
     pub fn pid(&self) -> u32 {
@@ -357,32 +354,75 @@ pub fn complaints(log: &str) -> Vec<String> {
 /// Output of a process, collected line by line until its end.
 #[derive(Default)]
 struct Gathered {
-    text: Arc<Mutex<String>>,
-    thread: Option<JoinHandle<()>>,
+    text: Arc<Mutex<Text>>,
+    /// `None`: the output is not collected.
+    pipe: Option<Arc<OwnedFd>>,
+}
+
+#[derive(Default)]
+struct Text {
+    lines: String,
+    /// The begin of a line.
+    rest: Vec<u8>,
 }
 
 impl Gathered {
-    fn from(from: impl Read + Send + 'static) -> Self {
-        let text = Arc::new(Mutex::new(String::new()));
-        let into = text.clone();
-        let thread = std::thread::spawn(move || {
-            let mut from = BufReader::new(from);
-            let mut line = Vec::new();
-            while from.read_until(b'\n', &mut line).is_ok_and(|n| n > 0) {
-                into.lock().unwrap().push_str(&String::from_utf8_lossy(&line));
-                line.clear();
-            }
-        });
-        Gathered { text, thread: Some(thread) }
+    fn from(pipe: impl Into<OwnedFd>) -> Self {
+        let (text, pipe) = (Arc::<Mutex<Text>>::default(), Arc::new(pipe.into()));
+        let gathered = Gathered { text: text.clone(), pipe: Some(pipe.clone()) };
+        std::thread::spawn(move || while gather(&pipe, &text) {});
+        gathered
     }
 
     fn text(&self) -> String {
-        self.text.lock().unwrap().clone()
+        self.text.lock().unwrap().lines.clone()
     }
 
-    fn is_whole(&self) -> bool {
-        self.thread.as_ref().is_none_or(JoinHandle::is_finished)
+    /// Returns whether the text has all that was written until now. Another process may keep the
+    /// pipe open after the end of the first one, such as the next server. So this does not wait
+    /// for the end of the pipe.
+    fn has_all_so_far(&self) -> bool {
+        let Some(pipe) = &self.pipe else { return true };
+        let mut text = self.text.lock().unwrap();
+        let has_all = rustix::io::ioctl_fionread(pipe).unwrap() == 0;
+        if has_all {
+            text.end_line();
+        }
+        has_all
     }
+}
+
+impl Text {
+    /// Adds bytes. Only whole lines are visible.
+    fn add(&mut self, bytes: &[u8]) {
+        self.rest.extend(bytes);
+        let end = self.rest.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
+        self.lines += &String::from_utf8_lossy(&self.rest[..end]);
+        self.rest.drain(..end);
+    }
+
+    fn end_line(&mut self) {
+        self.lines += &String::from_utf8_lossy(&std::mem::take(&mut self.rest));
+    }
+}
+
+/// Waits for output and adds it to the text. Returns false at the end of the pipe. What is no
+/// longer in the pipe is in the text, for a thread that has the lock.
+fn gather(pipe: &OwnedFd, text: &Mutex<Text>) -> bool {
+    let polled = rustix::event::poll(&mut [PollFd::new(pipe, PollFlags::IN)], None);
+    if polled == Err(Errno::INTR) {
+        return true;
+    }
+    let (mut text, mut bytes) = (text.lock().unwrap(), [0; 4096]);
+    match rustix::io::read(pipe, &mut bytes) {
+        Ok(n) if n > 0 => text.add(&bytes[..n]),
+        Err(Errno::INTR) => {}
+        _ => {
+            text.end_line();
+            return false;
+        }
+    }
+    true
 }
 
 /// Returns the numbers of voluntary and involuntary context switches of each thread of a process.
