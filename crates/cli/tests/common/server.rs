@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_disk::{Disk, DiskOptions, SnapshotOptions, Source, WorkError};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, OpKind, SnapshotOptions, Source, WorkError};
 use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Export, Listener, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
@@ -48,6 +48,18 @@ impl Server {
 
     pub fn snapshot(&self, overlay: PathBuf) -> Result<(), WorkError> {
         self.disk.snapshot(&SnapshotOptions::new(overlay))
+    }
+
+    /// Returns how many writes are answered.
+    pub fn writes(&self) -> u64 {
+        let of_reactor = self.reactors.all().filter_map(|reactor| {
+            let disk = self.disk.clone();
+            let statistics = reactor.ask(move |handle, reply| {
+                reply.send(LocalDisk::known(handle, &disk).map(|served| served.statistics()));
+            });
+            Some(statistics??.summary(OpKind::Write)?.requests)
+        });
+        of_reactor.sum()
     }
 
     /// Grows the image, and tells the guest.

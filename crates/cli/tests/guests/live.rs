@@ -1,5 +1,5 @@
 //! Images are exchanged under a guest that verifies its data: snapshot, commit, snapshot, stream,
-//! in a loop. In the first rounds the image grows, too.
+//! in a loop. After each round the image grows.
 //!
 //! The test's own process is the server. It calls the functions that the API calls.
 
@@ -7,13 +7,15 @@ use std::time::Duration;
 
 use blockyard_disk::Work;
 
-use crate::common::{Folder, Guest, GuestKind, Server, md5, tool};
+use crate::common::{Folder, Guest, GuestKind, Server, md5, tool, until};
 use crate::fixture::script_with_prelude;
 
 const SIZE: u64 = 64 << 20;
-/// By how much the image grows in each of the first [`GROWN`] rounds.
+const ROUNDS: u64 = 4;
+/// By how much the image grows after each round.
 const STEP: u64 = 4 << 20;
-const GROWN: u64 = 2;
+/// Limit for the guest, and for a write of it.
+const LIMIT: Duration = Duration::from_secs(180);
 /// Maximum time for which a quiesce may hold requests. On an idle machine it takes a thousandth of
 /// that.
 const LONGEST: Duration = Duration::from_secs(60);
@@ -22,14 +24,15 @@ const SCRIPT: &str = r#"
     mkfs.ext4 -q /dev/vda
     mount /dev/vda /mnt
     echo begun
-    for i in 1 2 3 4 5 6; do
+    # The disk has its last size after the last round.
+    n=0
+    until ((n >= 3)) && [[ $(</sys/block/vda/size) == "$SECTORS" ]]; do
         load --directory=/mnt --end_fsync=1 \
             --name=small --rw=randwrite --bs=4k --size=${MIB}M --fsync=32 \
             --name=mixed --rw=randrw --bsrange=4k-128k --size=$((2 * MIB))M --fsync=16
-        [[ $i -eq 3 ]] && rm /mnt/*.0 && fstrim /mnt
-        echo "loaded $i"
+        ((++n % 3)) || { rm /mnt/*.0 && fstrim /mnt; }
+        echo "loaded $n"
     done
-    until [[ $(</sys/block/vda/size) == "$SECTORS" ]]; do nap 0.05; done
     load --name=new --filename=/dev/vda --offset=64M --size=8M --rw=randwrite --bs=4k --io_size=${MIB}M
     umount /mnt
     e2fsck -fn /dev/vda >/tmp/fsck 2>&1 || { cat /tmp/fsck && exit 1; }
@@ -52,47 +55,46 @@ fn exchange(kind: GuestKind) {
     let mut server = Server::start(&base, &socket, &[]);
     let script = script_with_prelude(SCRIPT);
     let mut options = Vec::from(Guest::vhost(&socket, ""));
-    let sectors = (SIZE + GROWN * STEP) / 512;
+    let sectors = (SIZE + ROUNDS * STEP) / 512;
     // Emulated, a load takes ten times as long.
     let mib = if kind == GuestKind::Qemu { 1 } else { 4 };
     for value in [format!("SECTORS={sectors}"), format!("MIB={mib}")] {
         options.extend(["--env".into(), value.into()]);
     }
-    let mut guest = Guest::start(kind, options, &script, Duration::from_secs(180));
+    let mut guest = Guest::start(kind, options, &script, LIMIT);
     guest.expect("begun");
-    let mut rounds = 0;
-    while guest.running() {
-        let overlay = |name: &str| folder.join(format!("{rounds}-{name}.qcow2"));
+    for round in 0..ROUNDS {
+        let overlay = |name: &str| folder.join(format!("{round}-{name}.qcow2"));
+        let until_written = || {
+            let before = server.writes();
+            until("a write is answered", LIMIT, || server.writes() > before);
+        };
         server.snapshot(overlay("a")).unwrap();
-        std::thread::sleep(Duration::from_millis(100));
+        until_written();
         server.disk.commit(&Work::default()).unwrap();
-        std::thread::sleep(Duration::from_millis(100));
+        until_written();
         server.snapshot(overlay("b")).unwrap();
-        std::thread::sleep(Duration::from_millis(100));
+        until_written();
         server.disk.stream(&Work::default()).unwrap();
-        if rounds < GROWN {
-            server.grow(SIZE + (rounds + 1) * STEP).unwrap();
-        }
+        server.grow(SIZE + (round + 1) * STEP).unwrap();
         // The disk has no other image than the last one now.
-        if let Some(last) = rounds.checked_sub(1) {
+        if let Some(last) = round.checked_sub(1) {
             for name in ["a", "b"] {
                 std::fs::remove_file(folder.join(format!("{last}-{name}.qcow2"))).unwrap();
             }
         }
-        rounds += 1;
     }
     let output = guest.finish();
-    assert!(rounds >= 3, "only {rounds} rounds while the guest ran: {output}");
     let longest = server.disk.longest_held_back();
     assert!(longest < LONGEST, "requests were held back for {longest:?}");
-    println!("{rounds} rounds; requests were held back for {longest:?} at most");
+    println!("requests were held back for {longest:?} at most");
     server.end();
 
     let sum = output
         .lines()
         .find_map(|l| l.strip_prefix("sum "))
         .unwrap_or_else(|| panic!("no sum: {output}"));
-    let (last, copy) = (folder.join(format!("{}-b.qcow2", rounds - 1)), folder.join("copy.img"));
+    let (last, copy) = (folder.join(format!("{}-b.qcow2", ROUNDS - 1)), folder.join("copy.img"));
     tool("qemu-img", ["check".as_ref(), last.as_os_str()]).good();
     let convert = ["convert", "-f", "qcow2", "-O", "raw"].map(std::ffi::OsStr::new);
     tool("qemu-img", convert.into_iter().chain([last.as_os_str(), copy.as_os_str()])).good();
