@@ -1,13 +1,11 @@
 //! Limits and groups, from the command line and the configuration, and their change under load.
 //!
-//! The disks are `null:`, which has no cost of its own. A busy machine makes requests slower, but
-//! never faster. So these tests wait for events, and check that no rate is above its limit.
-//! `tests/perf` measures the rates.
+//! These tests wait for events: requests that a limit holds, until a reload removes it. The tests
+//! of the throttle check times and bursts on a simulated clock, and `tests/perf` measures the
+//! rates.
 
 use std::sync::atomic::Ordering;
-use std::time::{Duration, Instant};
 
-use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Plan, request, status};
@@ -20,69 +18,47 @@ use crate::guest::{ANSWER, Guest};
 /// the queues of a disk take no requests.)
 const SLOW: &str = "bps = 20";
 
-/// Runs a load. Returns its report, and the seconds around the run. The run's own time may be too
-/// short: on a busy machine its thread may read the clock late.
-fn timed(options: &LoadOptions) -> (Report, f64) {
-    let start = Instant::now();
-    let report = good(options);
-    (report, start.elapsed().as_secs_f64())
-}
-
-/// Fails if `amount` in `seconds` is more than a limit of `rate` per second allows. The token
-/// bucket holds 10 ms, or one operation.
+/// Fails if a limit of one operation per second does not hold requests of this kind. The
+/// configuration `free` has no limit.
 #[track_caller]
-fn never_faster(what: &str, rate: f64, operation: f64, amount: f64, seconds: f64) {
-    let most = rate * (seconds + 0.01) + operation;
-    assert!(amount <= most, "{what}: {amount} in {seconds} s, and the limit is {rate} a second");
+fn held(disks: &Disks, name: &str, rw: Pattern, free: &str) {
+    // The last request would wait for 24 s.
+    let load = LoadOptions { rw, depth: 25, ops: Some(25), ..disks.load(name) };
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| good(&load));
+        disks.until_waiting(name, 1);
+        disks.reload(free, "changed without closing it: ");
+        client.join().unwrap();
+    });
 }
 
 #[test]
-fn no_rate_exceeds_its_limit() {
-    let disks = Disks::start(&format!(
-        "reactors = 2\n{}{}{}{}",
-        disk("iops", "iops = 3000\nqueues = 2"),
-        disk("writes", "iops-write = 1500"),
-        disk("bps", "bps = \"40M\""),
-        disk("both", "bps-read = \"64M\"\niops-read = 500\nbps-write = 1")
-    ));
-    let (report, seconds) =
-        timed(&LoadOptions { queues: 2, ops: Some(1000), ..disks.load("iops") });
-    never_faster("operations", 3000.0, 1.0, report.operations as f64, seconds);
-    let (report, seconds) =
-        timed(&LoadOptions { rw: Pattern::Randrw, ops: Some(1000), ..disks.load("writes") });
-    assert!(report.reads > report.writes / 2, "reads are not limited");
-    never_faster("writes", 1500.0, 1.0, report.writes as f64, seconds);
-    for (bs, depth) in [(4096, 32), (256 << 10, 4)] {
-        let (report, seconds) =
-            timed(&LoadOptions { bs, depth, ops: Some((16 << 20) / bs), ..disks.load("bps") });
-        let bytes = (report.operations * bs) as f64;
-        never_faster(
-            &format!("bytes in operations of {bs}"),
-            f64::from(40 << 20),
-            bs as f64,
-            bytes,
-            seconds,
-        );
-    }
-    // The lower one of the two limits applies.
-    for (bs, depth, rate) in [(4096, 32, 500.0), (256 << 10, 8, 256.0)] {
-        let (report, seconds) =
-            timed(&LoadOptions { bs, depth, ops: Some(100), ..disks.load("both") });
-        never_faster(&format!("reads of {bs} bytes"), rate, 1.0, report.operations as f64, seconds);
+fn each_limit_holds_the_requests_of_its_kind() {
+    let (read, write) = (Pattern::Randread, Pattern::Randwrite);
+    // Each admits one request of 4096 bytes per second. The lower one of two limits applies.
+    let limits = [
+        ("iops", "iops = 1", read, None),
+        ("bps", "bps = 4096", write, None),
+        ("reads", "iops-read = 1\nbps-read = \"64M\"", read, Some(write)),
+        ("writes", "iops-write = 1", write, Some(read)),
+        ("bytes-read", "bps-read = 4096\niops-read = 500", read, Some(write)),
+        ("bytes-written", "bps-write = 4096", write, Some(read)),
+    ];
+    let text = |free: &str| {
+        let disks = limits.map(|(name, keys, ..)| disk(name, if name == free { "" } else { keys }));
+        disks.concat()
+    };
+    let disks = Disks::start(&text(""));
+    for (name, _, held_kind, other_kind) in limits {
+        if let Some(rw) = other_kind {
+            good(&LoadOptions { rw, ops: Some(100), ..disks.load(name) });
+            let share = disks.share(name);
+            assert!(share.contains("mean wait 0 us for the disk's limits"), "{share}");
+        }
+        held(&disks, name, held_kind, &text(name));
+        disks.reload(&text(""), "changed without closing it: ");
     }
     disks.daemon.stop();
-}
-
-#[test]
-fn a_burst_is_allowed_once() {
-    let folder = Folder::new();
-    let socket = folder.join("s");
-    let daemon = Daemon::serve("null:1G", &socket, &["--iops", "500,max=4000,length=0.25"]);
-    // The disk admits 1000 requests in the first 0.25 s, then 500 per second. So 1250 requests take
-    // at least 0.75 s.
-    let (_, took) = timed(&LoadOptions { ops: Some(1250), ..LoadOptions::for_socket(socket) });
-    assert!(took > 0.70, "{took} s for 1250 operations");
-    daemon.stop();
 }
 
 #[test]
@@ -125,8 +101,8 @@ fn limits_can_change_under_load() {
         load.over.store(true, Ordering::Relaxed);
         client.join().unwrap();
     });
-    let (report, seconds) = timed(&LoadOptions { ops: Some(300), ..disks.load("a") });
-    never_faster("after many changes", 1000.0, 1.0, report.operations as f64, seconds);
+    disks.reload(&text("iops = 1"), "changed without closing it: ");
+    held(&disks, "a", Pattern::Randread, &text(""));
     disks.daemon.stop();
 }
 
@@ -216,8 +192,6 @@ fn a_reload_with_wrong_knobs_changes_nothing() {
     let disks = Disks::start(&disk("a", "iops = 1"));
     // What the server logs at its start may arrive later.
     disks.daemon.wait_log("serving ");
-    let mut guest = disks.guest("a");
-    guest.read(0, 512).unwrap();
     for (text, expected) in [
         (
             disk("a", "iops = \"100,max=5\""),
@@ -235,14 +209,8 @@ fn a_reload_with_wrong_knobs_changes_nothing() {
         let lines = log.lines().filter(|l| !is_other(l)).count();
         assert!(lines == 1 && log.contains("not reloaded: "), "{log}");
     }
-    let start = Instant::now();
-    guest.read(0, 512).unwrap();
-    guest.read(0, 512).unwrap();
-    assert!(
-        start.elapsed() > Duration::from_millis(900),
-        "the limit is what it was: {:?}",
-        start.elapsed()
-    );
+    // The limit is what it was.
+    held(&disks, "a", Pattern::Randread, &disk("a", ""));
     disks.daemon.stop();
 }
 

@@ -1,6 +1,6 @@
 //! Rates, latencies and shares in real time: `make perf`, on a quiet machine. `make test` and CI do
-//! not run this, because other load on the machine changes the figures. Tests in `sched` and `disk`
-//! check the calculations in simulated time.
+//! not run this, because other load on the machine changes the figures. Tests in `sched`, `disk`
+//! and `export` check the calculations in simulated time.
 //!
 //! Each test prints a table of its figures, and fails if one is outside its range.
 
@@ -15,6 +15,12 @@ mod figures;
 #[path = "../daemon/guest.rs"]
 mod guest;
 mod limits;
+// The module has more functions than this test uses.
+#[allow(dead_code)]
+#[path = "../nbd/fixture.rs"]
+mod nbd_server;
+mod polling;
+mod statistics;
 mod ublk;
 // The module has more functions than this test uses.
 #[allow(dead_code)]
