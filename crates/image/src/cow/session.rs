@@ -117,15 +117,13 @@ impl<S: Storage> Cow<S> {
         if !journal.must_begin() {
             return;
         }
-        let marked = match journal.begin() {
-            Ok(session) => write_mark(&self.file, self.header(), Some(session))
-                .await
-                .map_err(|e| e.to_string()),
-            Err(e) => Err(e.to_string()),
+        let session = match journal.begin() {
+            Ok(session) => session,
+            Err(e) => return journal.fail(&e),
         };
-        match marked {
+        match write_mark(&self.file, self.header(), Some(session)).await {
             Ok(()) => journal.set_marked(),
-            Err(why) => journal.fail(&why),
+            Err(e) => journal.fail(&e),
         }
     }
 

@@ -35,6 +35,7 @@ mod record;
 mod recovered;
 mod store;
 
+use std::fmt;
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -268,7 +269,7 @@ impl Journal {
     /// Notes that there is no log: all metadata are flushed before an answer. If the log could not
     /// be created, the next change tries again. If it was created, that is final: its file stays,
     /// because the image may carry the mark although writing it failed.
-    pub fn fail(&self, why: &str) {
+    pub fn fail(&self, why: &dyn fmt::Display) {
         let is_late = !self.has_log();
         if is_late && self.is_late.swap(true, Ordering::AcqRel) {
             return;
@@ -411,7 +412,7 @@ mod tests {
         let store = MemoryStore::default();
         let journal = Journal::new(safety(&store), None);
         journal.begin().unwrap();
-        journal.fail("the header cannot be written");
+        journal.fail(&"the header cannot be written");
         journal.record(Record { key: Key::Cluster(1), value: [1 << 16, 0] });
         assert!(!found(&store).has_changes());
     }
