@@ -65,7 +65,32 @@ struct Connection {
     last: u32,
 }
 
-type Answer = Result<Vec<u8>, &'static str>;
+/// Errors of a xenstore.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum StoreError {
+    Again,
+    Exists,
+    Invalid,
+    NotFound,
+    TooLong,
+    Unknown,
+}
+
+type Answer = Result<Vec<u8>, StoreError>;
+
+impl StoreError {
+    /// Returns the name of the error in a reply.
+    fn name(self) -> &'static str {
+        match self {
+            StoreError::Again => "EAGAIN",
+            StoreError::Exists => "EEXIST",
+            StoreError::Invalid => "EINVAL",
+            StoreError::NotFound => "ENOENT",
+            StoreError::TooLong => "E2BIG",
+            StoreError::Unknown => "ENOSYS",
+        }
+    }
+}
 
 impl Connection {
     fn request(&mut self, stream: &mut UnixStream) -> io::Result<()> {
@@ -80,7 +105,7 @@ impl Connection {
         let answer = self.answer(&header, &body);
         let (kind, body) = match answer {
             Ok(body) => (header.kind, body),
-            Err(name) => (message::ERROR, [name.as_bytes(), b"\0"].concat()),
+            Err(e) => (message::ERROR, [e.name().as_bytes(), b"\0"].concat()),
         };
         send(&self.answers, Header { kind, ..header }, &body)?;
         if header.kind == message::WATCH && kind == message::WATCH {
@@ -97,7 +122,8 @@ impl Connection {
 
     fn answer(&mut self, header: &Header, body: &[u8]) -> Answer {
         let mut parts = body.splitn(2, |byte| *byte == 0);
-        let path = std::str::from_utf8(parts.next().unwrap_or_default()).map_err(|_| "EINVAL")?;
+        let path = std::str::from_utf8(parts.next().unwrap_or_default())
+            .map_err(|_| StoreError::Invalid)?;
         let rest = parts.next().unwrap_or_default();
         match header.kind {
             message::TRANSACTION_START => return self.start(),
@@ -108,10 +134,10 @@ impl Connection {
         let own = format!("/local/domain/{}/{path}", self.domain);
         let path = if path.starts_with('/') { path } else { &own };
         if path.contains(|c: char| c.is_whitespace() || c.is_control()) {
-            return Err("EINVAL");
+            return Err(StoreError::Invalid);
         }
         if header.transaction != 0 {
-            let copy = self.copies.get_mut(&header.transaction).ok_or("ENOENT")?;
+            let copy = self.copies.get_mut(&header.transaction).ok_or(StoreError::NotFound)?;
             let (answer, changed) = act(&mut copy.nodes, header.kind, path, rest);
             copy.changed.extend(changed.then(|| path.to_string()));
             return answer;
@@ -134,11 +160,11 @@ impl Connection {
     }
 
     fn end(&mut self, transaction: u32, how: &str) -> Answer {
-        let copy = self.copies.remove(&transaction).ok_or("ENOENT")?;
+        let copy = self.copies.remove(&transaction).ok_or(StoreError::NotFound)?;
         let mut tree = lock(&self.tree);
         if how == "T" && !copy.changed.is_empty() {
             if tree.generation != copy.generation {
-                return Err("EAGAIN");
+                return Err(StoreError::Again);
             }
             tree.nodes = copy.nodes;
             tree.changed(&copy.changed);
@@ -156,7 +182,7 @@ impl Connection {
         };
         let known = tree.watches.iter().position(is_it);
         match (kind, known) {
-            (message::WATCH, Some(_)) => return Err("EEXIST"),
+            (message::WATCH, Some(_)) => return Err(StoreError::Exists),
             (message::WATCH, None) => {
                 tree.watches.push(Watch {
                     path: path.into(),
@@ -165,7 +191,7 @@ impl Connection {
                 });
             }
             (_, Some(at)) => drop(tree.watches.remove(at)),
-            (_, None) => return Err("ENOENT"),
+            (_, None) => return Err(StoreError::NotFound),
         }
         Ok(b"OK\0".to_vec())
     }
@@ -211,7 +237,7 @@ fn is_below(path: &str, above: &str) -> bool {
 fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) {
     let ok = || Ok(b"OK\0".to_vec());
     match kind {
-        message::READ => (nodes.get(path).cloned().ok_or("ENOENT"), false),
+        message::READ => (nodes.get(path).cloned().ok_or(StoreError::NotFound), false),
         message::DIRECTORY => (list(nodes, path).and_then(fits), false),
         message::DIRECTORY_PART => (list(nodes, path).and_then(|names| part(&names, rest)), false),
         message::WRITE => {
@@ -224,10 +250,12 @@ fn act(nodes: &mut Nodes, kind: u32, path: &str, rest: &[u8]) -> (Answer, bool) 
             let before = nodes.len();
             nodes.retain(|node, _| !is_below(node, path));
             let changed = nodes.len() < before;
-            (if changed { ok() } else { Err("ENOENT") }, changed)
+            (if changed { ok() } else { Err(StoreError::NotFound) }, changed)
         }
-        message::SET_PERMS => (if nodes.contains_key(path) { ok() } else { Err("ENOENT") }, false),
-        _ => (Err("ENOSYS"), false),
+        message::SET_PERMS => {
+            (if nodes.contains_key(path) { ok() } else { Err(StoreError::NotFound) }, false)
+        }
+        _ => (Err(StoreError::Unknown), false),
     }
 }
 
@@ -243,7 +271,7 @@ fn make(nodes: &mut Nodes, path: &str) -> bool {
 
 fn list(nodes: &Nodes, path: &str) -> Answer {
     if path != "/" && !nodes.contains_key(path) {
-        return Err("ENOENT");
+        return Err(StoreError::NotFound);
     }
     let below = format!("{}/", path.trim_end_matches('/'));
     let names = nodes.range(below.clone()..).map_while(|(node, _)| node.strip_prefix(&below));
@@ -256,7 +284,7 @@ fn list(nodes: &Nodes, path: &str) -> Answer {
 }
 
 fn fits(names: Vec<u8>) -> Answer {
-    if names.len() > PAYLOAD_MAX { Err("E2BIG") } else { Ok(names) }
+    if names.len() > PAYLOAD_MAX { Err(StoreError::TooLong) } else { Ok(names) }
 }
 
 /// Returns the names from an offset on that fit into one reply. An empty name ends the last part.
@@ -264,7 +292,7 @@ fn part(names: &[u8], offset: &[u8]) -> Answer {
     let offset = std::str::from_utf8(offset)
         .ok()
         .and_then(|text| text.trim_end_matches('\0').parse::<usize>().ok());
-    let rest = names.get(offset.ok_or("EINVAL")?..).unwrap_or_default();
+    let rest = names.get(offset.ok_or(StoreError::Invalid)?..).unwrap_or_default();
     // The generation of the list is a hash of its content.
     let number = names
         .iter()
