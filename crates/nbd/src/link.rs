@@ -14,6 +14,8 @@ use rustix::io::Errno;
 use rustix::net::{RecvFlags, recv};
 use rustls::Connection;
 
+use crate::{NbdError, NbdErrorKind};
+
 /// Reasons to end a connection.
 pub const CLOSED: &str = "the server closed the connection";
 pub const UNASKED: &str = "the server has sent bytes without a request";
@@ -78,14 +80,14 @@ impl Link {
 
     /// Returns the reason to end an idle connection: the peer has closed it, or has sent bytes
     /// without a request. No read may be in progress.
-    pub fn has_ended(&self) -> Option<String> {
+    pub fn has_ended(&self) -> Option<NbdError> {
         match self {
             Link::Plain(socket) => {
                 match recv(socket.fd(), &mut [0; 1], RecvFlags::PEEK | RecvFlags::DONTWAIT) {
-                    Ok((_, 0)) => Some(CLOSED.into()),
-                    Ok(_) => Some(UNASKED.into()),
+                    Ok((_, 0)) => Some(closed()),
+                    Ok(_) => Some(NbdError::protocol(UNASKED)),
                     Err(Errno::AGAIN | Errno::INTR) => None,
-                    Err(e) => Some(format!("receiving: {}", io::Error::from(e))),
+                    Err(e) => Some(receiving(e.into())),
                 }
             }
             Link::Tls(secure) => secure.has_ended(),
@@ -199,6 +201,14 @@ impl Link {
     }
 }
 
+fn closed() -> NbdError {
+    NbdError::new(NbdErrorKind::Closed, CLOSED)
+}
+
+fn receiving(e: io::Error) -> NbdError {
+    NbdError { what: format!("receiving: {e}"), ..NbdError::of(NbdErrorKind::Io, e) }
+}
+
 impl Secure {
     fn with<T>(&self, work: impl FnOnce(&mut Connection) -> T) -> io::Result<T> {
         let mut session = self.session.borrow_mut();
@@ -233,14 +243,14 @@ impl Secure {
 
     /// Returns the reason to end an idle connection, or `None`. Bytes that arrive without a request
     /// are either TLS's own records (session tickets), which are skipped, or a reason.
-    fn has_ended(&self) -> Option<String> {
+    fn has_ended(&self) -> Option<NbdError> {
         let (mut bytes, room) = ([0; 4096], Segments::buffer(4096));
         for _ in 0..MOST_TICKETS {
             let n = match self.socket.read_now(&room) {
-                Ok(Some(0)) => return Some(CLOSED.into()),
+                Ok(Some(0)) => return Some(closed()),
                 Ok(Some(n)) => n,
                 Ok(None) => return None,
-                Err(e) => return Some(format!("receiving: {e}")),
+                Err(e) => return Some(receiving(e)),
             };
             room.copy_out(0, &mut bytes[..n]);
             let left = self.received.borrow_mut().split_off(self.used.replace(0));
@@ -250,14 +260,14 @@ impl Secure {
                     .take_records()
                     .and_then(|()| self.with(|session| session.reader().read(&mut [0; 1])));
                 match taken {
-                    Ok(Ok(0)) => return Some(CLOSED.into()),
-                    Ok(Ok(_)) => return Some(UNASKED.into()),
+                    Ok(Ok(0)) => return Some(closed()),
+                    Ok(Ok(_)) => return Some(NbdError::protocol(UNASKED)),
                     Ok(Err(e)) if e.kind() == io::ErrorKind::WouldBlock => {}
-                    Ok(Err(e)) | Err(e) => return Some(format!("receiving: {e}")),
+                    Ok(Err(e)) | Err(e) => return Some(receiving(e)),
                 }
             }
         }
-        Some(UNASKED.into())
+        Some(NbdError::protocol(UNASKED))
     }
 
     /// Passes some of the received bytes to the session.

@@ -313,7 +313,7 @@ impl Inner {
             if reason.is_none()
                 && let Poll::Ready(why) = watching.as_mut().poll(cx)
             {
-                reason = Some(Ended::here(why));
+                reason = Some(Ended::here(why.to_string()));
             }
             if reason.is_some() && !self.broken.get() {
                 socket.shutdown();

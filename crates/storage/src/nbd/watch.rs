@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use super::state::{Inner, changes};
 use blockyard_nbd::link::Link;
+use blockyard_nbd::{NbdError, NbdErrorKind};
 
 /// Time between two checks while there are requests. A connection without requests for this long is
 /// idle.
@@ -22,7 +23,7 @@ const PASSED_OVER: u32 = 4;
 
 impl Inner {
     /// Returns the reason when the server falls silent, or closes an idle connection.
-    pub(super) async fn watch(&self, socket: &Link) -> String {
+    pub(super) async fn watch(&self, socket: &Link) -> NbdError {
         let limit = self.export.options.timeout;
         let mut seen = u64::MAX;
         loop {
@@ -50,12 +51,13 @@ impl Inner {
                     limit.as_secs_f32()
                 ));
             }
-            return format!("the server has not answered for {} s", limit.as_secs_f32());
+            let what = format!("the server has not answered for {} s", limit.as_secs_f32());
+            return NbdError::new(NbdErrorKind::Silent, what);
         }
     }
 
     /// Waits while there are no requests. Returns a reason if the connection is unusable.
-    async fn wait_while_idle(&self, socket: &Link) -> Option<String> {
+    async fn wait_while_idle(&self, socket: &Link) -> Option<NbdError> {
         let mut watch = match socket.watch(&self.handle) {
             Ok(watch) => watch,
             // Without a watch, only the next request detects the end of the connection.

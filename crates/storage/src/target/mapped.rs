@@ -350,8 +350,8 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         }
         // A flush takes both or neither.
         let mut moved = self.core.moved();
-        if let Some(why) = self.core.lost() {
-            return Err(io::Error::other(why)); // The flush that failed may have lost the data.
+        if let Some(e) = self.core.lost() {
+            return Err(e); // The flush that failed may have lost the data.
         }
         // An entry of the table is in one region.
         let mut at = 0;
@@ -390,8 +390,8 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
 impl<S: Storage, A: Ask> Mapped<S, A> {
     /// Syncs; see [`Storage::sync`]. The caller holds `flushing`.
     pub(super) async fn sync_alone(&self) -> io::Result<()> {
-        if let Some(why) = self.core.lost() {
-            return Err(io::Error::other(why));
+        if let Some(e) = self.core.lost() {
+            return Err(e);
         }
         let (moved, freed) = self.core.moved().take();
         let moved = merged(moved);
@@ -441,7 +441,7 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
     }
 
     fn lost(&self) -> Option<io::Error> {
-        self.core.lost().map(io::Error::other)
+        self.core.lost()
     }
 
     async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {

@@ -61,7 +61,7 @@ impl Passed {
 
     /// Returns an error if the disk has ended.
     fn accepts_changes(&self) -> io::Result<()> {
-        self.core.lost().map_or(Ok(()), |why| Err(io::Error::other(why)))
+        self.core.lost().map_or(Ok(()), Err)
     }
 
     /// Ends the disk if the device may still make a change that has failed.
@@ -180,7 +180,7 @@ impl Storage for Passed {
     }
 
     fn lost(&self) -> Option<io::Error> {
-        self.core.lost().map(io::Error::other)
+        self.core.lost()
     }
 
     fn geometry(&self) -> Geometry {

@@ -55,6 +55,14 @@ impl Moved {
     }
 }
 
+/// Why acknowledged writes may be lost.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("an earlier {call} failed: {why}")]
+struct LostError {
+    call: String,
+    why: String,
+}
+
 /// What all reactors share of a target's disk.
 pub(super) struct Core {
     pub(super) name: String,
@@ -81,7 +89,7 @@ pub(super) struct Core {
     pub(super) hits: AtomicU64,
     pub(super) misses: AtomicU64,
     noted: AtomicU32,
-    lost: OnceLock<String>,
+    lost: OnceLock<LostError>,
 }
 
 impl Core {
@@ -167,12 +175,12 @@ impl Core {
     }
 
     /// Returns why acknowledged writes may be lost.
-    pub(super) fn lost(&self) -> Option<String> {
-        self.lost.get().cloned()
+    pub(super) fn lost(&self) -> Option<io::Error> {
+        self.lost.get().cloned().map(io::Error::other)
     }
 
     pub(super) fn set_lost(&self, call: &str, error: &io::Error) {
-        self.lost.get_or_init(|| format!("an earlier {call} failed: {error}"));
+        self.lost.get_or_init(|| LostError { call: call.into(), why: error.to_string() });
     }
 
     /// Logs the first fault of each kind.

@@ -96,7 +96,7 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
     let (snapshots, _) = snapshot_table::read(file, &new).await?;
     let snapshot = &snapshots[find(&snapshots, name)?];
     if let Some(fault) = snapshot.l1_fault(&new) {
-        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, fault));
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, fault.to_string()));
     }
     new.size = snapshot.disk_size.unwrap_or(new.size);
     if new.size != change.old.size && new.bitmaps.is_some() {
@@ -136,7 +136,7 @@ pub async fn show<S: Storage>(
     let (snapshots, _) = snapshot_table::read(file, header).await?;
     let snapshot = &snapshots[find(&snapshots, name)?];
     if let Some(fault) = snapshot.l1_fault(header) {
-        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, fault));
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, fault.to_string()));
     }
     header.size = snapshot.disk_size.unwrap_or(header.size);
     if header.l1_needed(header.size) > u64::from(snapshot.l1_size) {

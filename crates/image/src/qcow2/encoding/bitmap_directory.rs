@@ -22,6 +22,36 @@ pub const GRANULARITY_BITS: std::ops::RangeInclusive<u8> = 9..=31;
 /// Maximum length of a name, in bytes.
 pub const MAX_NAME: usize = 1023;
 
+/// What is wrong with the table of a bitmap.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum TableFault {
+    #[error("its table has {0} entries: at most 512 MiB of data are allowed")]
+    TooLong(u32),
+    #[error("its table's offset {0} is not aligned to a cluster")]
+    Unaligned(u64),
+}
+
+/// Why QEMU or this program does not accept a bitmap, although its table can be read.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum OddBitmap {
+    #[error("it has no table")]
+    NoTable,
+    #[error("its type {0} is not known")]
+    Kind(u8),
+    #[error("its flags {0:#x} are not known")]
+    Flags(u32),
+    #[error("its granularity is 2^{0}: 2^9 to 2^31 are allowed")]
+    Granularity(u8),
+    #[error("its name must have 1 to 1023 bytes")]
+    NameLength,
+    #[error("its name is not UTF-8")]
+    NotUtf8,
+    #[error("it has {0} bytes of extra data, which are unknown")]
+    Extra(u32),
+    #[error("its table has {entries} entries, and the disk's size needs {needed}")]
+    TableSize { entries: u32, needed: u64 },
+}
+
 /// A directory entry: where the bitmap's table lies, and its flags.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct BitmapEntry {
@@ -42,46 +72,31 @@ pub struct BitmapEntry {
 
 impl BitmapEntry {
     /// Returns what is wrong with the offset or size of the bitmap's table.
-    pub fn table_fault(&self, header: &Header) -> Option<String> {
+    pub fn table_fault(&self, header: &Header) -> Option<TableFault> {
         if u64::from(self.table_size) << header.cluster_bits > MAX_BITMAP_BYTES {
-            return Some(format!(
-                "its table has {} entries: at most 512 MiB of data are allowed",
-                self.table_size
-            ));
+            return Some(TableFault::TooLong(self.table_size));
         }
         if !self.table_offset.is_multiple_of(header.cluster_size()) {
-            return Some(format!(
-                "its table's offset {} is not aligned to a cluster",
-                self.table_offset
-            ));
+            return Some(TableFault::Unaligned(self.table_offset));
         }
         None
     }
 
     /// Returns why QEMU would reject the bitmap, although its table can be read.
-    pub fn odd(&self, header: &Header) -> Option<String> {
+    pub fn odd(&self, header: &Header) -> Option<OddBitmap> {
         let pieces = header.size.div_ceil(1 << self.granularity_bits.min(63));
         let needed = pieces.div_ceil(8).div_ceil(header.cluster_size());
         Some(match self {
-            _ if self.table_size == 0 || self.table_offset == 0 => "it has no table".into(),
-            _ if self.kind != DIRTY_TRACKING => format!("its type {} is not known", self.kind),
-            _ if self.flags & !(IN_USE | AUTO) != 0 => {
-                format!("its flags {:#x} are not known", self.flags)
-            }
+            _ if self.table_size == 0 || self.table_offset == 0 => OddBitmap::NoTable,
+            _ if self.kind != DIRTY_TRACKING => OddBitmap::Kind(self.kind),
+            _ if self.flags & !(IN_USE | AUTO) != 0 => OddBitmap::Flags(self.flags),
             _ if !GRANULARITY_BITS.contains(&self.granularity_bits) => {
-                format!("its granularity is 2^{}: 2^9 to 2^31 are allowed", self.granularity_bits)
+                OddBitmap::Granularity(self.granularity_bits)
             }
-            _ if self.name.is_empty() || self.name.len() > MAX_NAME => {
-                "its name must have 1 to 1023 bytes".into()
-            }
-            _ if self.extra_len > 0 => {
-                format!("it has {} bytes of extra data, which are unknown", self.extra_len)
-            }
+            _ if self.name.is_empty() || self.name.len() > MAX_NAME => OddBitmap::NameLength,
+            _ if self.extra_len > 0 => OddBitmap::Extra(self.extra_len),
             _ if self.flags & IN_USE == 0 && u64::from(self.table_size) != needed => {
-                format!(
-                    "its table has {} entries, and the disk's size needs {needed}",
-                    self.table_size
-                )
+                OddBitmap::TableSize { entries: self.table_size, needed }
             }
             _ => return None,
         })

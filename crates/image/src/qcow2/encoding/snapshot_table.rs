@@ -21,6 +21,15 @@ const MAX_EXTRA: usize = 1024;
 struct TooMuchExtra(usize);
 const PIECE: u64 = 1 << 16;
 
+/// What is wrong with the L1 table of a snapshot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum L1Fault {
+    #[error("its L1 table has {0} entries: at most 32 MiB are allowed")]
+    TooLong(u32),
+    #[error("its L1 table's offset {0} is not aligned to a cluster")]
+    Unaligned(u64),
+}
+
 /// An internal snapshot (specification, "Snapshots").
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Snapshot {
@@ -52,19 +61,13 @@ impl Snapshot {
     }
 
     /// Returns what is wrong with the offset or size of the snapshot's L1 table.
-    pub fn l1_fault(&self, header: &Header) -> Option<String> {
+    pub fn l1_fault(&self, header: &Header) -> Option<L1Fault> {
         let bytes = u64::from(self.l1_size) * 8;
         if bytes > MAX_L1_BYTES {
-            return Some(format!(
-                "its L1 table has {} entries: at most 32 MiB are allowed",
-                self.l1_size
-            ));
+            return Some(L1Fault::TooLong(self.l1_size));
         }
         if !self.l1_offset.is_multiple_of(header.cluster_size()) {
-            return Some(format!(
-                "its L1 table's offset {} is not aligned to a cluster",
-                self.l1_offset
-            ));
+            return Some(L1Fault::Unaligned(self.l1_offset));
         }
         None
     }

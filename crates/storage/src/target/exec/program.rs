@@ -12,6 +12,7 @@ use std::future::poll_fn;
 use std::io;
 use std::ops::Range;
 use std::rc::Rc;
+use std::sync::Arc;
 use std::task::{Poll, Waker};
 
 use blockyard_ring::parcel::Parcel;
@@ -29,6 +30,25 @@ const PIECE: usize = 64 << 10;
 const MOST_UNREAD: usize = 16 << 20;
 /// Most invalidations of a program that wait for requests.
 const MOST_INVALIDATIONS: u32 = 1024;
+
+/// Why the calls of a program fail from now on.
+#[derive(Debug, thiserror::Error)]
+enum EndError {
+    #[error("the disk is closed")]
+    Closed,
+    #[error("another server has the program")]
+    HandedOver,
+    #[error("it has ended")]
+    Exited,
+    #[error("it takes no questions: {0}")]
+    Write(io::Error),
+    #[error("reading its answers: {0}")]
+    Read(io::Error),
+    #[error("{0}")]
+    Line(LineError),
+    #[error("it sent a line that is too long")]
+    TooLong,
+}
 
 /// The map of a program.
 pub(crate) struct Program(Rc<Inner>);
@@ -53,7 +73,7 @@ struct Inner {
     next: Cell<u64>,
     unsent: RefCell<Vec<u8>>,
     to_send: Signal,
-    ended: RefCell<Option<String>>,
+    ended: RefCell<Option<Arc<EndError>>>,
 }
 
 thread_local! {
@@ -150,7 +170,7 @@ pub(crate) fn own() {
 impl Drop for Program {
     fn drop(&mut self) {
         RUNNING.take();
-        self.0.end("the disk is closed");
+        self.0.end(EndError::Closed);
     }
 }
 
@@ -174,8 +194,10 @@ impl Map for Program {
 
 impl Inner {
     fn error(&self) -> io::Error {
-        let why = self.ended.borrow().clone();
-        io::Error::other(why.unwrap_or_else(|| "the program has ended".into()))
+        match &*self.ended.borrow() {
+            Some(why) => io::Error::other(why.clone()),
+            None => io::Error::other("the program has ended"),
+        }
     }
 
     fn send(&self, line: &[u8]) -> io::Result<()> {
@@ -209,7 +231,7 @@ impl Inner {
     }
 
     /// Ends the connection, if this server is its owner. All calls fail.
-    fn end(&self, why: &str) {
+    fn end(&self, why: EndError) {
         if self.ended.borrow().is_some() {
             return;
         }
@@ -244,7 +266,7 @@ impl Inner {
             unread: self.unread.take(),
             unsent: self.unsent.take(),
         };
-        self.ended.borrow_mut().get_or_insert_with(|| "another server has the program".into());
+        self.ended.borrow_mut().get_or_insert_with(|| EndError::HandedOver.into());
         self.fail_calls();
         self.process.borrow_mut().release();
         let introduction = self.introduction.borrow();
@@ -265,7 +287,7 @@ impl Inner {
                 match written {
                     Ok(len) => done += len,
                     Err(e) if is_canceled(&e) => {}
-                    Err(e) => return self.fail(&format!("it takes no questions: {e}")),
+                    Err(e) => return self.fail(EndError::Write(e)),
                 }
             }
             self.unsent.borrow_mut().splice(..0, lines[done..].iter().copied());
@@ -278,10 +300,10 @@ impl Inner {
             let (back, read) = self.socket.read(segments).await;
             segments = back;
             let len = match read {
-                Ok(0) => return self.fail("it has ended"),
+                Ok(0) => return self.fail(EndError::Exited),
                 Ok(len) => len,
                 Err(e) if is_canceled(&e) => continue,
-                Err(e) => return self.fail(&format!("reading its answers: {e}")),
+                Err(e) => return self.fail(EndError::Read(e)),
             };
             let mut received = std::mem::take(&mut *self.unread.borrow_mut());
             let start = received.len();
@@ -291,13 +313,13 @@ impl Inner {
             while let Some(end) = received[done..].iter().position(|byte| *byte == b'\n') {
                 let line = String::from_utf8_lossy(&received[done..done + end]).into_owned();
                 done += end + 1;
-                if let Err(what) = self.take(&line) {
-                    return self.fail(&what.to_string());
+                if let Err(e) = self.take(&line) {
+                    return self.fail(EndError::Line(e));
                 }
             }
             received.drain(..done);
             if received.len() > MOST_LINE {
-                return self.fail("it sent a line that is too long");
+                return self.fail(EndError::TooLong);
             }
             *self.unread.borrow_mut() = received;
         }
@@ -341,7 +363,7 @@ impl Inner {
     }
 
     /// The program is of no use any more.
-    fn fail(&self, what: &str) {
+    fn fail(&self, what: EndError) {
         if self.ended.borrow().is_none() {
             tracing::error!("image {}: the program fails, and so does its disk: {what}", self.name);
             self.end(what);

@@ -15,6 +15,7 @@ use crate::error::ImageError;
 use crate::qcow2::closed::change::OfflineChange;
 use crate::qcow2::encoding::bitmap_directory::{
     self, AUTO, BitmapEntry, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME,
+    OddBitmap,
 };
 use crate::qcow2::encoding::bytes::{self, be64, put64};
 use crate::qcow2::encoding::entry::OFFSET_MASK;
@@ -277,11 +278,8 @@ impl BitmapSet {
 
 /// Refuses an entry that is not fully understood: rewriting it would change it.
 fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError> {
-    let odd = entry.odd(header).or(entry
-        .name
-        .contains(char::REPLACEMENT_CHARACTER)
-        .then(|| "its name is not UTF-8".into()));
-    match odd {
+    let is_lossy = entry.name.contains(char::REPLACEMENT_CHARACTER);
+    match entry.odd(header).or(is_lossy.then_some(OddBitmap::NotUtf8)) {
         Some(what) => Err(ImageError::refused(
             STRUCTURE,
             format!("bitmap \"{}\": {what}: remove it first", entry.name),
@@ -311,7 +309,7 @@ impl Bits {
         let invalid =
             |what: String| ImageError::invalid(structure.clone(), entry.table_offset, what);
         if let Some(fault) = entry.table_fault(header) {
-            return Err(invalid(fault));
+            return Err(invalid(fault.to_string()));
         }
         if !GRANULARITY_BITS.contains(&entry.granularity_bits) {
             return Err(invalid(format!("a granularity of 2^{} bytes", entry.granularity_bits)));
