@@ -1,6 +1,7 @@
 //! Error of an image, for all formats. It names the structure and its offset, so that a person or
 //! another tool can examine the bytes.
 
+use std::error::Error;
 use std::fmt;
 use std::io;
 
@@ -26,7 +27,8 @@ pub struct ImageError {
     /// Offset of the structure in its file, in bytes.
     pub offset: Option<u64>,
     pub what: String,
-    pub source: Option<io::Error>,
+    /// The cause. `what` contains its text.
+    pub source: Option<Box<dyn Error + Send + Sync>>,
 }
 
 impl ImageError {
@@ -79,11 +81,21 @@ impl ImageError {
             Err(source) => {
                 let what = format!("{operation}: {source}");
                 ImageError {
-                    source: Some(source),
+                    source: Some(source.into()),
                     ..Self::new(ErrorKind::Io, structure, offset, what)
                 }
             }
         }
+    }
+
+    /// Returns the same error with this cause. `what` contains the text of the cause.
+    pub fn with_source(self, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        ImageError { source: Some(source.into()), ..self }
+    }
+
+    /// Returns the cause if it is an error of the host.
+    pub fn io_source(&self) -> Option<&io::Error> {
+        self.source.as_ref()?.downcast_ref()
     }
 }
 
@@ -104,11 +116,11 @@ impl fmt::Display for ImageError {
 }
 
 /// No source: the text contains it, and errors are printed as one line with all their sources.
-impl std::error::Error for ImageError {}
+impl Error for ImageError {}
 
 impl From<ImageError> for io::Error {
     fn from(error: ImageError) -> Self {
-        let kind = match (&error.source, error.kind) {
+        let kind = match (error.io_source(), error.kind) {
             (Some(source), _) => source.kind(),
             (None, ErrorKind::Unsupported) => io::ErrorKind::Unsupported,
             (None, ErrorKind::Refused) => io::ErrorKind::InvalidInput,

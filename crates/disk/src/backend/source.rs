@@ -88,7 +88,7 @@ impl SourceError {
     /// replay of its journal.
     pub fn is_full(&self) -> bool {
         let SourceError::Chain(ChainError::Image { error, .. }) = self else { return false };
-        error.source.as_ref().is_some_and(blockyard_image::is_full)
+        error.io_source().is_some_and(blockyard_image::is_full)
     }
 }
 

@@ -72,8 +72,9 @@ impl Work {
 
     /// Like `check_cancelled`, but returns an [`ImageError`], for callbacks of crate `image`.
     fn check(&self, disk: &Disk) -> Result<(), ImageError> {
-        self.check_cancelled(disk)
-            .map_err(|why| ImageError::refused("work on the disk", why.to_string()))
+        self.check_cancelled(disk).map_err(|why| {
+            ImageError::refused("work on the disk", why.to_string()).with_source(why)
+        })
     }
 }
 

@@ -81,7 +81,7 @@ impl First {
         match Conversation::resume(export, served) {
             Ok(conversation) => Ok(First::GoesOn(conversation)),
             Err(why @ Disconnect::Unusable(_)) => Ok(First::Ends(stream, why)),
-            Err(e) => Err(io::Error::other(e.to_string())),
+            Err(e) => Err(io::Error::other(e)),
         }
     }
 }

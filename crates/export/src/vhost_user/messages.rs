@@ -25,14 +25,13 @@ impl Session {
         message: Message,
     ) -> io::Result<Option<Answer>> {
         if let Message::SkipDrain { index } = message {
-            let base =
-                self.stop_without_drain(index).map_err(|e| io::Error::other(e.to_string()))?;
+            let base = self.stop_without_drain(index).map_err(io::Error::other)?;
             return Ok(Some(Answer::base(index, base)));
         }
         match self.take(message) {
             Ok(Some((layout, file))) => Ok(Some(Answer::inflight(&layout, file.into()))),
             // End the session, because the front end would wait for the answer without a limit.
-            Err(e) if socket::has_data_answer(request) => Err(io::Error::other(e.to_string())),
+            Err(e) if socket::has_data_answer(request) => Err(io::Error::other(e)),
             outcome if reply && self.state.acknowledges() => {
                 Ok(Some(Answer::acknowledgement(request, outcome.is_ok())))
             }

@@ -1,5 +1,6 @@
 //! Error of opening a chain.
 
+use std::error::Error;
 use std::fmt;
 use std::path::PathBuf;
 
@@ -30,6 +31,9 @@ fn shown(text: &str) -> String {
     clean(text)
 }
 
+/// The cause of an error, for callers that need more than its text.
+pub type Cause = Box<dyn Error + Send + Sync>;
+
 /// Error of opening a chain.
 #[derive(Debug, thiserror::Error)]
 pub enum ChainError {
@@ -42,11 +46,13 @@ pub enum ChainError {
         path.display()
     )]
     Format { path: PathBuf },
-    /// The image that the caller names cannot be opened by this name.
+    /// The image that the caller names cannot be opened by this name. `what` contains the text of
+    /// `cause`.
     #[error("image {}: {what}", path.display())]
-    Name { path: PathBuf, what: String },
+    Name { path: PathBuf, what: String, cause: Option<Cause> },
+    /// `what` contains the text of `cause`.
     #[error("image {}: its {role} {}: {}", path.display(), shown(name), shown(what))]
-    Named { path: PathBuf, role: Role, name: String, what: String },
+    Named { path: PathBuf, role: Role, name: String, what: String, cause: Option<Cause> },
     /// The file exists, but lies outside the folders in which images may name files.
     #[error(
         "image {}: its {role} {}: {} lies outside {allowed}: pass --backing-folder to allow its \

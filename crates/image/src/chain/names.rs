@@ -13,7 +13,7 @@ use blockyard_storage::{FileId, StorageScheme, path_of, scheme_of};
 use rustix::fs::{Mode, OFlags};
 use rustix::io::Errno;
 
-use super::error::{ChainError, Role};
+use super::error::{Cause, ChainError, Role};
 use super::options::ChainOptions;
 use crate::layers::format::Format;
 
@@ -59,10 +59,21 @@ impl PendingImage {
 
     /// Returns an error about the image that names this one, with the name that it uses.
     pub(super) fn refuse(&self, what: impl Into<String>) -> ChainError {
-        let what = what.into();
+        self.refusal(what.into(), None)
+    }
+
+    /// Like [`PendingImage::refuse`], because of an error.
+    pub(super) fn refuse_for(&self, cause: impl Into<Cause>) -> ChainError {
+        let cause = cause.into();
+        self.refusal(cause.to_string(), Some(cause))
+    }
+
+    fn refusal(&self, what: String, cause: Option<Cause>) -> ChainError {
         match self.named_by.clone() {
-            Some(NamedBy { path, role, name }) => ChainError::Named { path, role, name, what },
-            None => ChainError::Name { path: self.path.clone(), what },
+            Some(NamedBy { path, role, name }) => {
+                ChainError::Named { path, role, name, what, cause }
+            }
+            None => ChainError::Name { path: self.path.clone(), what, cause },
         }
     }
 
@@ -94,7 +105,7 @@ impl PendingImage {
         }
         let me = match (self.scheme(), &self.found) {
             (Some((scheme, name)), _) => {
-                Identity::Other(scheme.normalize(name).map_err(|e| self.refuse(e.to_string()))?)
+                Identity::Other(scheme.normalize(name).map_err(|e| self.refuse_for(e))?)
             }
             // A file that cannot be examined cannot be opened either; the open reports the error.
             (None, found) => {
@@ -146,7 +157,7 @@ impl PendingImage {
     fn is_permitted(&self, allowed: &Allowed) -> Result<bool, ChainError> {
         let Some(NamedBy { path: image, name, .. }) = &self.named_by else { return Ok(false) };
         if let Some((scheme, name)) = scheme_of(Path::new(name)) {
-            scheme.normalize(name).map_err(|e| self.refuse(e.to_string()))?;
+            scheme.normalize(name).map_err(|e| self.refuse_for(e))?;
             return match allowed.permit(name) {
                 Some(_) => Ok(true),
                 None => Err(self.refuse(format!(

@@ -289,19 +289,22 @@ impl Chain {
         let Some(name) = header.backing.as_deref().filter(|_| !self.options.no_backing) else {
             return Ok(None);
         };
-        let wrong = |what: String| ChainError::Named {
+        let wrong = |what: String, cause| ChainError::Named {
             path: image.path.clone(),
             role: Role::Backing,
             name: name.into(),
             what,
+            cause,
         };
         let format = match header.backing_format.as_deref() {
-            Some(format) => Some(format.parse().map_err(|e: UnknownFormat| wrong(e.to_string()))?),
+            Some(format) => Some(
+                format.parse().map_err(|e: UnknownFormat| wrong(e.to_string(), Some(e.into())))?,
+            ),
             None => Format::of_name(Path::new(name)),
         };
         let what = "its format is unknown: neither the image nor its name gives it; `blockyard \
             image rebase --unsafe -F` stores it";
-        let format = Some(format.ok_or_else(|| wrong(what.into()))?);
+        let format = Some(format.ok_or_else(|| wrong(what.into(), None))?);
         Ok(Some(image.names(Role::Backing, name, format)))
     }
 
@@ -321,7 +324,7 @@ impl Chain {
         }
         let next = next.find(allowed)?;
         let Some(found) = &next.found else { return Ok(Some(next)) };
-        let stat = rustix::fs::fstat(found).map_err(|e| next.refuse(e.to_string()))?;
+        let stat = rustix::fs::fstat(found).map_err(|e| next.refuse_for(e))?;
         let wrong = |error| ChainError::Image { path: image.path.clone(), error };
         view.check_backing(stat.st_size as u64, stat.st_mtime).map_err(wrong)?;
         Ok(Some(next))

@@ -158,7 +158,7 @@ impl ImageSafety {
         if marked.is_none() && !self.wants_journal() {
             return Ok(None);
         }
-        let refuse = |what: String| ImageError::refused(STRUCTURE, what);
+        let refuse = |e: StoreError| ImageError::refused(STRUCTURE, e.to_string()).with_source(e);
         let store = match store.clone().map_or_else(JournalStore::of_commands, |s| Ok(Some(s))) {
             Ok(Some(store)) => store,
             found => {
@@ -166,12 +166,12 @@ impl ImageSafety {
                 return match (marked.filter(Session::may_be_of_this_boot), found) {
                     (None, _) => Ok(None),
                     (Some(_), Ok(_)) => Err(missing(&folder.to_string_lossy())),
-                    (Some(_), Err(e)) => Err(refuse(e.to_string())),
+                    (Some(_), Err(e)) => Err(refuse(e)),
                 };
             }
         };
         let marked = marked.filter(|session| session.boot == store.boot());
-        let found = store.find_marked(image, marked).map_err(|e| refuse(e.to_string()))?;
+        let found = store.find_marked(image, marked).map_err(refuse)?;
         match (marked, found) {
             (None, None) => Ok(None),
             (None, Some(journal)) => {

@@ -63,7 +63,9 @@ impl<S: Storage> Qcow2<S> {
         let kept = AUTOCLEAR_KNOWN | AUTOCLEAR_JOURNAL;
         let done = replace_backing(&self.file, &mut header, None, kept).await;
         // After a failure in the middle the file's header may differ from the one in memory.
-        if let Err(ImageError { source: Some(e), .. }) = &done {
+        if let Err(error) = &done
+            && let Some(e) = error.io_source()
+        {
             self.shared.lose(e);
         }
         done?;

@@ -133,7 +133,9 @@ impl<S: Storage> Qcow2<S> {
         let lost = |e| ImageError::io(STRUCTURE, 0, "writing the mark", e);
         self.shared.lost().map_or(Ok(()), Err).map_err(lost)?;
         let made = rewrite(&self.file, old, new).await;
-        if let Err(ImageError { source: Some(e), .. }) = &made {
+        if let Err(error) = &made
+            && let Some(e) = error.io_source()
+        {
             self.shared.lose(e);
         }
         made

@@ -102,8 +102,8 @@ pub async fn of<S: Storage>(
             let io = |e| ImageError::io(STRUCTURE, host, "reading", e);
             let packed = bytes::read(tables.change.file, host, len as usize).await.map_err(io)?;
             let plain = unpack(&packed, old.compression, cluster_size as usize);
-            let mut plain =
-                plain.map_err(|e| ImageError::invalid(STRUCTURE, host, e.to_string()))?;
+            let mut plain = plain
+                .map_err(|e| ImageError::invalid(STRUCTURE, host, e.to_string()).with_source(e))?;
             if plain[inside as usize..].iter().all(|&byte| byte == 0) {
                 return Ok(Tail::Zero);
             }
