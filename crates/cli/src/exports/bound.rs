@@ -11,7 +11,6 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use anyhow::Context;
 use blockyard_export::Listener;
-use blockyard_ring::threads;
 
 use super::{Listens, listens, tcp};
 use crate::looks;
@@ -108,22 +107,15 @@ impl Bound {
     }
 }
 
-/// Runs a call on a thread that may make sockets, unlike those of the API. Its file system may not
-/// answer.
+/// Runs a call on a thread of [`looks`], which may make sockets, unlike those of the API. Its file
+/// system may not answer.
 fn beside<T: Send + 'static>(
     address: Address,
     path: PathBuf,
     call: fn(Address, PathBuf) -> anyhow::Result<T>,
 ) -> anyhow::Result<T> {
-    let (sender, receiver) = std::sync::mpsc::sync_channel(1);
-    let work = move || {
-        let file = path.clone();
-        let done = looks::look(&file, looks::LIMIT, move || call(address, path));
-        let _ = sender.send(done.context("socket").flatten());
-    };
-    let builder = std::thread::Builder::new().name("sockets".into());
-    threads::spawn(builder, work).context("no thread can start")?;
-    receiver.recv().context("the thread has ended")?
+    let file = path.clone();
+    looks::look(&file, looks::LIMIT, move || call(address, path)).context("socket").flatten()
 }
 
 #[cfg(test)]
