@@ -27,8 +27,9 @@ use crate::server::Server;
 /// A change of a prepared file, and where its result goes.
 type Step = (fn(&Prepared) -> io::Result<()>, SyncSender<io::Result<()>>);
 
-/// A thread that changes a file of the configuration: the sandbox does not let the thread of a job
-/// write there. Drop removes what is left of the preparation.
+/// A thread that changes a file of the configuration: the sandbox lets neither the thread of a job
+/// nor those of a [`blockyard_ring::pool::Pool`] write there. A disk has at most one, because its
+/// job holds the disk. Drop removes what is left of the preparation.
 #[derive(Debug)]
 struct FileWriter {
     steps: Option<Sender<Step>>,
