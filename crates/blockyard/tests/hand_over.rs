@@ -10,6 +10,7 @@ use blockyard::{Access, Disk, ErrorKind, Shape, Target, Yard};
 use blockyard_image::OpenedFiles;
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::tools::{self, NewImage};
+use blockyard_nbd::wire::{Headers, OptionHeader, Request, SimpleReply, cmd, handshake, opt};
 
 mod common;
 #[path = "../examples/upgrade.rs"]
@@ -130,9 +131,11 @@ impl NbdClient {
         let mut stream = UnixStream::connect(socket).unwrap();
         let mut greeting = [0; 18];
         stream.read_exact(&mut greeting).unwrap();
-        // Flags (fixed newstyle, no zeroes), and NBD_OPT_EXPORT_NAME.
-        stream.write_all(&3u32.to_be_bytes()).unwrap();
-        stream.write_all(b"IHAVEOPT\0\0\0\x01\0\0\0\x04disk").unwrap();
+        let flags = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
+        let mut request = flags.to_be_bytes().to_vec();
+        OptionHeader { option: opt::EXPORT_NAME, len: 4 }.put(&mut request);
+        request.extend(b"disk");
+        stream.write_all(&request).unwrap();
         let mut export = [0; 10];
         stream.read_exact(&mut export).unwrap();
         assert_eq!(export[..8], (SIZE as u64).to_be_bytes());
@@ -140,16 +143,15 @@ impl NbdClient {
     }
 
     fn read(&mut self, offset: usize) -> Vec<u8> {
-        let mut request = 0x2560_9513_u32.to_be_bytes().to_vec();
-        request.extend([0; 4]);
-        request.extend(7u64.to_be_bytes());
-        request.extend((offset as u64).to_be_bytes());
-        request.extend((BLOCK as u32).to_be_bytes());
+        let (offset, len) = (offset as u64, BLOCK as u64);
+        let read = Request { flags: 0, command: cmd::READ, cookie: 7, offset, len };
+        let mut request = Vec::new();
+        read.put(Headers::Simple, &mut request);
         self.0.write_all(&request).unwrap();
-        let mut reply = vec![0; 16 + BLOCK];
+        let mut reply = vec![0; SimpleReply::BYTES + BLOCK];
         self.0.read_exact(&mut reply).unwrap();
-        assert_eq!(reply[4..16], [0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 7]);
-        reply.split_off(16)
+        assert_eq!(SimpleReply::parse(&reply), Ok(SimpleReply { error: 0, cookie: 7 }));
+        reply.split_off(SimpleReply::BYTES)
     }
 }
 

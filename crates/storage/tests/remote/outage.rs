@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
-use blockyard_nbd::wire::{Headers, cmd, errno, flag};
+use blockyard_nbd::wire::{Headers, cmd, errno, export, flag};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage};
 
@@ -53,7 +53,7 @@ fn a_durable_write_that_fails_may_have_lost_others() {
     {
         let server = Server::start(
             Headers::Simple,
-            |_, disk| disk.flags |= 1 << 3,
+            |_, disk| disk.flags |= export::SEND_FUA,
             script(move |_, request, disk| {
                 let fails = request.flags & flag::FUA != 0;
                 Some(if fails { simple(error, request.cookie) } else { good(request, disk) })
