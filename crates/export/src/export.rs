@@ -35,6 +35,9 @@ pub enum Obstacle {
 
 /// One disk, served by one protocol, from its start until `stop` or drop.
 ///
+/// Draining belongs to the disk ([`blockyard_disk::Disk::drain`] holds the requests of all its
+/// exports), and `blockyard_yard::Way::start` starts an export.
+///
 /// What must hold: no call waits for a client without a time limit, because clients can be hostile.
 pub trait Export: Send {
     /// Notifies clients that the disk has a new size. A client that cannot take a new size keeps

@@ -3,7 +3,7 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{ClientId, Disk, DiskObserver, DiskOptions, Source};
 use blockyard_driver::xen::operation::{BARRIER, DISCARD, FLUSH, INDIRECT, READ, WRITE};
@@ -494,6 +494,30 @@ fn writes_are_durable_if_the_last_server_offered_no_flush() {
         assert_eq!(journal.len() - before, lines, "{first:?}");
     }
     std::fs::remove_file(&path).unwrap();
+}
+
+/// A deadline in the past still leaves a server the time to note that all requests are answered.
+#[test]
+fn stop_with_a_deadline_in_the_past_ends_and_settles_the_device() {
+    let past = Instant::now();
+    let folder = std::env::temp_dir().join(format!("blockyard-xen-past-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let recorded = || xen::XenOptions { records: Some(folder.clone()), ..options() };
+    let setup = Setup::new(false);
+    let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
+    let mut front = Guest::new(&setup);
+    front.connect(PLAIN);
+    front.fill(100, 7);
+    assert_eq!(front.done(1, WRITE, 0, &[100]), 0);
+    assert_eq!(front.back("recorded").as_deref(), Some("1"));
+    export.stop(past);
+    assert!(export.clients().is_empty() && !setup.ended.load(Ordering::SeqCst));
+    assert_eq!((front.back("recorded"), front.mapped()), (None, 0));
+    let mut next = setup.start_of(&setup.disk, recorded()).unwrap();
+    assert_eq!(front.done(2, READ, 0, &[101]), 0);
+    assert!(front.holds(101, 7));
+    next.stop(soon());
+    std::fs::remove_dir_all(&folder).unwrap();
 }
 
 #[test]
