@@ -212,8 +212,8 @@ fn a_program_stays_if_an_export_does_not_wait_for_the_owner() {
     let stage = Stage::new("program");
     let program = stage.folder.join("program");
     let text = "#!/bin/sh\nprintf '%s\\n' 'blockyard-map 1' 'size 4096' 'granule 512' ready\ncat";
-    // Another process writes the file: a process that a second thread starts meanwhile would inherit
-    // a descriptor of this one, and the kernel starts no program that is open for writing.
+    // Another process writes the file: a process that a second thread starts meanwhile would
+    // inherit a descriptor of this one, and the kernel starts no program that is open for writing.
     let mut install = std::process::Command::new("install");
     install.args(["-m", "755", "/dev/stdin"]).arg(&program).stdin(std::process::Stdio::piped());
     let mut install = install.spawn().unwrap();

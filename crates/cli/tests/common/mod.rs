@@ -201,8 +201,8 @@ pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
     }
 }
 
-/// Waits until a connection or data can be taken from a descriptor. Panics with `what` if that takes
-/// longer than [`SOON`].
+/// Waits until a connection or data can be taken from a descriptor. Panics with `what` if that
+/// takes longer than [`SOON`].
 #[track_caller]
 pub fn until_readable(what: &str, fd: impl AsFd) {
     let limit = Timespec { tv_sec: SOON.as_secs() as i64, tv_nsec: 0 };
