@@ -26,6 +26,8 @@ fn held(disks: &Disks, name: &str, rw: Pattern, free: &str) {
     let load = LoadOptions { rw, depth: 25, ops: Some(25), ..disks.load(name) };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
+        // The log has no line about the share before that.
+        disks.daemon.until_served(if rw == Pattern::Randread { "read" } else { "write" }, name);
         disks.until_waiting(name, 1);
         disks.reload(free, "changed without closing it: ");
         client.join().unwrap();
