@@ -25,8 +25,9 @@ pub const MEMORY_SLOTS: u64 = 509;
 /// Number of mappings that one front end may have: an old and a new table, and in-flight regions.
 const OWN_MAPPINGS: u64 = 2 * MEMORY_SLOTS + 6;
 
-/// Longest wait for memory that is being unmapped. It takes 10 to 20 ms for each GiB.
-const UNMAP_TIME: Duration = Duration::from_secs(10);
+/// Longest wait for memory that is being unmapped, which takes 10 to 20 ms for each GiB. It is
+/// shorter than an export that stops waits for a session that a descriptor blocks (5 s).
+const UNMAP_TIME: Duration = Duration::from_secs(4);
 
 /// A number of bytes, and a number of mappings.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -88,8 +89,8 @@ pub(crate) struct Quota {
     all: Amount,
     own: Amount,
     state: Mutex<State>,
-    /// Signals each end of a charge whose memory a thread has unmapped.
-    unmapped: Condvar,
+    /// Signals each end of a charge or of an account.
+    freed: Condvar,
 }
 
 #[derive(Default)]
@@ -102,7 +103,7 @@ struct State {
 
 impl Quota {
     pub(crate) fn new(all: Amount, own: Amount) -> Arc<Quota> {
-        Arc::new(Quota { all, own, state: Mutex::default(), unmapped: Condvar::new() })
+        Arc::new(Quota { all, own, state: Mutex::default(), freed: Condvar::new() })
     }
 
     /// Returns the quota of this process: three quarters of its address space, and of the mappings
@@ -167,7 +168,7 @@ impl Account {
             if !is_more_free_soon || left.is_zero() {
                 return Err(why);
             }
-            let waited = self.quota.unmapped.wait_timeout(state, left);
+            let waited = self.quota.freed.wait_timeout(state, left);
             state = waited.unwrap_or_else(PoisonError::into_inner).0;
         }
     }
@@ -200,6 +201,7 @@ impl Account {
 impl Drop for Account {
     fn drop(&mut self) {
         self.quota.state().used.remove(&self.number);
+        self.quota.freed.notify_all();
     }
 }
 
@@ -233,9 +235,9 @@ impl Drop for Charge {
             if *leaving.get() == 0 {
                 leaving.remove();
             }
-            drop(state);
-            quota.unmapped.notify_all();
         }
+        drop(state);
+        quota.freed.notify_all();
     }
 }
 

@@ -89,8 +89,6 @@ impl Session {
         file: impl AsFd,
     ) -> std::result::Result<Region, MemoryError> {
         let MemoryRegion { guest, user, size, offset, .. } = *region;
-        // It waits if its limit is reached while earlier memory is unmapped.
-        let _wait = self.export.own_wait();
         let mapped = self.mapper.map(&file, offset, guest, user, size)?;
         if let Ok(MemoryFile::Disk(name)) = MemoryFile::of(file)
             && !std::mem::replace(&mut self.named_disk, true)
