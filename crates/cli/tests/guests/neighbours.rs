@@ -35,7 +35,7 @@ const WORKER: &str = r#"
     mkfs.ext4 -q /dev/vda
     mount /dev/vda /mnt
     load --directory=/mnt --end_fsync=1 \
-        --name=small --rw=randwrite --bs=4k --size=4M --fsync=32 --name=mixed --rw=randrw --bsrange=4k-64k --size=8M
+        --name=small --rw=randwrite --bs=4k --size=8M --fsync=32 --name=mixed --rw=randrw --bsrange=4k-64k --size=16M
     umount /mnt
     e2fsck -fn /dev/vda >/tmp/fsck 2>&1 || { cat /tmp/fsck && exit 1; }
 "#;
