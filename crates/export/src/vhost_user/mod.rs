@@ -213,7 +213,7 @@ impl VhostUser {
         while *count > 0 {
             let now = Instant::now();
             if self.export.own_waits.load(Ordering::SeqCst) > 0 {
-                limit = limit.max(now + self.descriptor_time);
+                limit = limit.max(now + DESCRIPTOR_TIME);
             } else if now >= limit {
                 return false;
             }
