@@ -276,8 +276,8 @@ fn is_killed_meanwhile(scratch: &Scratch, times: usize) {
         // Either the running process goes on, or it has handed over before the kill.
         let line = running.1.next().unwrap().unwrap();
         if line.starts_with("handed") {
-            // The guest has lost its disk with the process that was killed.
-            // It may have been killed while it made the socket anew.
+            // The guest has lost its disk with the process that was killed. That process may have
+            // been making the socket anew.
             let _ = std::fs::remove_file(scratch.path("control"));
             running = Process::start(scratch);
             running.expect("serves");
