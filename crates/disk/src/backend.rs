@@ -12,7 +12,7 @@ use std::io;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_image::{BlockStatus, Image, ImageFile, Raw, Store};
+use blockyard_image::{BlockStatus, Image, ImageFile, Raw};
 use blockyard_ring::{Handle, Segments};
 use blockyard_storage::{LookupFigures, Storage};
 
@@ -30,17 +30,17 @@ pub use source::{InactiveImage, Source, SourceError};
 
 /// A back end on one reactor. Rare operations have boxed futures, so that those of reads and writes
 /// stay small.
-pub enum Backend<S> {
-    Raw(Raw<S>),
-    Image(Image<S>),
+pub enum Backend {
+    Raw(Raw),
+    Image(Image),
     Null,
-    Delay(Delay<S>),
+    Delay(Delay),
     Ram(Ram),
     /// See [`Source::Gone`].
     Gone(String),
 }
 
-impl Backend<Store> {
+impl Backend {
     /// Opens the back end on one reactor.
     pub fn open(handle: &Handle, source: &Source) -> io::Result<Self> {
         let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
@@ -62,7 +62,7 @@ fn gone<T>(why: &str) -> io::Result<T> {
     Err(io::Error::other(why.to_string()))
 }
 
-impl<S: Storage> Backend<S> {
+impl Backend {
     /// Reads `segments.len()` bytes from `offset`. Returns the segments.
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
@@ -233,7 +233,7 @@ impl<S: Storage> Backend<S> {
             Backend::Image(image) => Box::pin(image.write_zeroes(offset, len, unmap)).await,
             Backend::Null => Ok(()),
             Backend::Delay(delay) => {
-                let below = async |raw: &Raw<S>| match fast {
+                let below = async |raw: &Raw| match fast {
                     true => raw.write_zeroes_fast(offset, len, unmap).await,
                     false => raw.write_zeroes(offset, len, unmap).await,
                 };
@@ -245,7 +245,7 @@ impl<S: Storage> Backend<S> {
     }
 }
 
-impl<S: Storage> Backend<S> {
+impl Backend {
     /// Returns Unsupported if fast zeroes would fail, as far as this can be known without writing
     /// zeroes.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {

@@ -10,15 +10,14 @@ use std::pin::pin;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockyard_image::Store;
 use blockyard_ring::{Handle, Meter, WriteFigures};
 
 use crate::backend::{Backend, Source};
 use crate::dirty::DirtyMap;
 
 /// The image that this reactor has open, until it is exchanged for another.
-pub(crate) struct CurrentImage<S> {
-    pub(crate) backend: Backend<S>,
+pub(crate) struct CurrentImage {
+    pub(crate) backend: Backend,
     /// Records the ranges that are written, during a commit.
     pub(crate) dirty: Option<Arc<DirtyMap>>,
     /// Counts the I/O of the image's files, and how much of it was charged to requests. None:
@@ -62,7 +61,7 @@ impl FileIo {
     }
 }
 
-impl CurrentImage<Store> {
+impl CurrentImage {
     /// Opens the image on one reactor.
     pub(crate) fn open(
         handle: &Handle,
@@ -84,9 +83,9 @@ impl CurrentImage<Store> {
     }
 }
 
-impl<S> CurrentImage<S> {
+impl CurrentImage {
     /// Returns an image whose I/O is not counted.
-    pub(crate) fn unmetered(backend: Backend<S>) -> Self {
+    pub(crate) fn unmetered(backend: Backend) -> Self {
         CurrentImage { backend, dirty: None, metered: None }
     }
 

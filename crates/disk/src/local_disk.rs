@@ -15,7 +15,6 @@ use blockyard_image::{BlockStatus, IncompleteCluster, is_full};
 use blockyard_ring::probe::{self, Probed};
 use blockyard_ring::{Handle, Segments};
 use blockyard_sched::Share;
-use blockyard_storage::Storage;
 
 use crate::backend::Backend;
 use crate::current_image::{CurrentImage, FileIo};
@@ -35,14 +34,14 @@ mod paused;
 
 pub use merge::Run;
 
-/// A disk on one reactor. `S` is [`blockyard_image::Store`], or the simulated disk in tests.
-pub struct LocalDisk<S> {
+/// A disk on one reactor.
+pub struct LocalDisk {
     disk: Arc<Disk>,
     pub(crate) quiesce: Quiesce,
     pub(crate) pause: Pause,
-    pub(crate) image: RefCell<Rc<CurrentImage<S>>>,
+    pub(crate) image: RefCell<Rc<CurrentImage>>,
     /// The image to exchange for, while the disk is quiesced.
-    pub(crate) next_image: RefCell<Option<Rc<CurrentImage<S>>>>,
+    pub(crate) next_image: RefCell<Option<Rc<CurrentImage>>>,
     /// Time from which long requests fail, while an export ends.
     long_until: Cell<Option<Instant>>,
     /// None in simulations without a clock.
@@ -54,8 +53,8 @@ pub struct LocalDisk<S> {
 }
 
 /// A request that was admitted.
-pub(crate) struct Admitted<'a, S> {
-    image: Rc<CurrentImage<S>>,
+pub(crate) struct Admitted<'a> {
+    image: Rc<CurrentImage>,
     share: &'a Share,
     /// Number of bytes that the request was charged for.
     charged: u64,
@@ -66,7 +65,7 @@ pub(crate) struct Admitted<'a, S> {
     admission: throttle::Admission<'a>,
 }
 
-impl<S> Drop for Admitted<'_, S> {
+impl Drop for Admitted<'_> {
     #[inline]
     fn drop(&mut self) {
         if let Some(more) = self.image.uncharged(self.file_io.get(), self.charged) {
@@ -85,12 +84,12 @@ enum Attempt<T: Token> {
     Paused(Request<T>),
 }
 
-impl<S: Storage> LocalDisk<S> {
-    pub fn new(disk: Arc<Disk>, backend: Backend<S>, handle: Option<Handle>) -> Self {
+impl LocalDisk {
+    pub fn new(disk: Arc<Disk>, backend: Backend, handle: Option<Handle>) -> Self {
         LocalDisk::with_image(disk, CurrentImage::unmetered(backend), handle)
     }
 
-    fn with_image(disk: Arc<Disk>, image: CurrentImage<S>, handle: Option<Handle>) -> Self {
+    fn with_image(disk: Arc<Disk>, image: CurrentImage, handle: Option<Handle>) -> Self {
         let (image, next_image) = (RefCell::new(Rc::new(image)), RefCell::new(None));
         let dice = Dice::new(0x9e37_79b9_7f4a_7c15);
         let throttle = Throttle::new(disk.share().clone(), handle.clone(), disk.on_device);
@@ -140,7 +139,7 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Exchanges the image. The counts of the old image stay in the statistics.
-    pub(crate) fn exchange(&self, image: Rc<CurrentImage<S>>) {
+    pub(crate) fn exchange(&self, image: Rc<CurrentImage>) {
         image.backend.end_long_requests(self.long_until.get());
         let old = self.image.replace(image);
         let mut statistics = self.statistics.borrow_mut();
@@ -150,14 +149,14 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Admits work that belongs to no request. It waits only while the disk is quiesced.
     #[inline]
-    async fn enter(&self) -> Admitted<'_, S> {
+    async fn enter(&self) -> Admitted<'_> {
         let in_flight = self.quiesce.enter().await;
         self.admitted(in_flight)
     }
 
     /// Admits requests at once, if nothing is limited or shared, and the disk is not quiesced.
     #[inline]
-    fn enter_now(&self) -> Option<Admitted<'_, S>> {
+    fn enter_now(&self) -> Option<Admitted<'_>> {
         if !self.throttle.is_open() {
             return None;
         }
@@ -165,7 +164,7 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     #[inline]
-    fn admitted<'a>(&'a self, in_flight: InFlightGuard<'a>) -> Admitted<'a, S> {
+    fn admitted<'a>(&'a self, in_flight: InFlightGuard<'a>) -> Admitted<'a> {
         Admitted {
             image: self.image.borrow().clone(),
             share: self.throttle.share(),
@@ -179,7 +178,7 @@ impl<S: Storage> LocalDisk<S> {
     /// Admits requests that form one operation. Waits for the limits, for the disk's share, and for
     /// the end of a quiesce.
     #[inline]
-    async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_, S> {
+    async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_> {
         if self.throttle.is_open() {
             return self.enter().await;
         }
@@ -277,7 +276,7 @@ impl<S: Storage> LocalDisk<S> {
     #[inline]
     async fn serve_in<T: Token>(
         &self,
-        image: &CurrentImage<S>,
+        image: &CurrentImage,
         mut request: Request<T>,
         may_pause: bool,
     ) -> Attempt<T> {
@@ -363,7 +362,7 @@ impl<S: Storage> LocalDisk<S> {
         self.end(async |backend| backend.leave().await).await
     }
 
-    async fn end(&self, end: impl AsyncFnOnce(&Backend<S>) -> io::Result<()>) -> Status {
+    async fn end(&self, end: impl AsyncFnOnce(&Backend) -> io::Result<()>) -> Status {
         if self.disk.options().read_only || self.disk.poisoned().is_some() {
             return self.check_not_poisoned(Op::Flush);
         }
@@ -415,7 +414,7 @@ impl<S: Storage> LocalDisk<S> {
     #[inline]
     async fn perform(
         &self,
-        image: &CurrentImage<S>,
+        image: &CurrentImage,
         op: Op,
         offset: u64,
         len: u64,
@@ -457,7 +456,7 @@ impl<S: Storage> LocalDisk<S> {
     #[inline]
     async fn write(
         &self,
-        image: &CurrentImage<S>,
+        image: &CurrentImage,
         segments: Segments,
         offset: u64,
         durable: bool,
@@ -492,7 +491,7 @@ impl<S: Storage> LocalDisk<S> {
 
     /// Poisons the disk if a sync that the image made on its own has failed. No later flush would
     /// report that failure.
-    fn poison_if_lost(&self, image: &CurrentImage<S>) {
+    fn poison_if_lost(&self, image: &CurrentImage) {
         if let Some(e) = image.backend.lost() {
             let what = if image.backend.flushes_whole() {
                 "writing metadata"
@@ -505,7 +504,7 @@ impl<S: Storage> LocalDisk<S> {
 
     async fn conclude_zeroes(
         &self,
-        image: &CurrentImage<S>,
+        image: &CurrentImage,
         zeroed: io::Result<()>,
         durable: bool,
     ) -> io::Result<()> {
@@ -516,7 +515,7 @@ impl<S: Storage> LocalDisk<S> {
         if durable { self.flush(image).await } else { Ok(()) }
     }
 
-    async fn flush(&self, image: &CurrentImage<S>) -> io::Result<()> {
+    async fn flush(&self, image: &CurrentImage) -> io::Result<()> {
         self.disk
             .flushes
             .flush(async || {

@@ -16,7 +16,6 @@ use std::rc::Rc;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use blockyard_image::Store;
 use blockyard_ring::Handle;
 
 use crate::backend::Source;
@@ -124,7 +123,7 @@ impl QuiescedDisk {
     /// first error.
     fn each(
         &self,
-        ask: impl Fn(&LocalDisk<Store>, &Handle, mpsc::Sender<Reply>) + Clone + Send + 'static,
+        ask: impl Fn(&LocalDisk, &Handle, mpsc::Sender<Reply>) + Clone + Send + 'static,
     ) -> Result<(), QuiesceError> {
         let (sender, answers) = mpsc::channel();
         let until = Instant::now() + PATIENCE;

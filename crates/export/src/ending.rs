@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use blockyard_disk::{Disk, LocalDisk, Status};
 use blockyard_ring::Remote;
-use blockyard_storage::{ImageFile, Store};
+use blockyard_storage::ImageFile;
 
 use crate::Reactors;
 
@@ -59,7 +59,7 @@ fn sync_on(reactor: &Remote, disk: &Arc<Disk>) -> bool {
 fn flush_on(
     reactor: &Remote,
     disk: &Arc<Disk>,
-    flush: impl AsyncFnOnce(&LocalDisk<Store>) -> Status + Send + 'static,
+    flush: impl AsyncFnOnce(&LocalDisk) -> Status + Send + 'static,
 ) -> bool {
     let disk = disk.clone();
     let flushed = reactor.ask(move |handle, reply| match LocalDisk::known(handle, &disk) {
@@ -164,7 +164,7 @@ pub fn close(disk: &Arc<Disk>, reactors: &Reactors) -> bool {
 fn end_on(
     reactor: &Remote,
     disk: &Arc<Disk>,
-    end: impl AsyncFnOnce(&LocalDisk<Store>) -> Status + Send + 'static,
+    end: impl AsyncFnOnce(&LocalDisk) -> Status + Send + 'static,
 ) -> bool {
     let disk = disk.clone();
     let ended = reactor.ask(move |handle, reply| match LocalDisk::local(handle, &disk) {

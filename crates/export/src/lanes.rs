@@ -10,14 +10,13 @@ use std::future::poll_fn;
 use std::rc::{Rc, Weak};
 use std::task::Poll;
 
-use blockyard_disk::{LocalDisk, Request, Run, Store, Token};
+use blockyard_disk::{LocalDisk, Request, Run, Token};
 use blockyard_ring::{Handle, TaskId};
-use blockyard_storage::Storage;
 
-/// The lanes of one queue. `S`: see [`LocalDisk`].
-pub struct Lanes<T: Token, S = Store> {
+/// The lanes of one queue.
+pub struct Lanes<T: Token> {
     handle: Handle,
-    served: Rc<LocalDisk<S>>,
+    served: Rc<LocalDisk>,
     /// Returns whether the guest sees a volatile write cache now. The value may change while the
     /// disk handles a write.
     has_write_back: Rc<dyn Fn() -> bool>,
@@ -40,12 +39,12 @@ enum Load<T: Token> {
     Run(Run<T>),
 }
 
-impl<T: Token + 'static, S: Storage + 'static> Lanes<T, S> {
+impl<T: Token + 'static> Lanes<T> {
     /// Returns the lanes of a queue. `has_write_back` returns whether the guest sees a volatile
     /// write cache now.
     pub fn new(
         handle: &Handle,
-        served: Rc<LocalDisk<S>>,
+        served: Rc<LocalDisk>,
         has_write_back: impl Fn() -> bool + 'static,
     ) -> Rc<Self> {
         let (idle, runs, tasks) = Default::default();
@@ -97,7 +96,7 @@ impl<T: Token + 'static, S: Storage + 'static> Lanes<T, S> {
 
     async fn run(
         lanes: Weak<Self>,
-        served: Rc<LocalDisk<S>>,
+        served: Rc<LocalDisk>,
         has_write_back: Rc<dyn Fn() -> bool>,
         lane: Rc<Lane<T>>,
     ) {

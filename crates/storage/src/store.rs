@@ -4,12 +4,13 @@
 //! that the compiler inlines. Other storages use boxed futures, so that those of files stay small.
 
 use std::io;
+use std::rc::Rc;
 
 use blockyard_ring::Segments;
 
 use crate::boxed::AnyStore;
 use crate::file::HostFile;
-use crate::sim::Recorded;
+use crate::sim::{Liar, Recorded, SimDisk};
 use crate::storage::Storage;
 
 /// The storage of an image on one reactor.
@@ -21,6 +22,25 @@ pub enum Store {
     Recorded(Box<Recorded<HostFile>>),
     /// What a scheme has opened.
     Other(AnyStore),
+}
+
+impl Store {
+    /// Returns `storage` behind a pointer.
+    pub fn other(storage: impl Storage) -> Self {
+        Store::Other(Rc::new(storage))
+    }
+}
+
+impl From<SimDisk> for Store {
+    fn from(disk: SimDisk) -> Self {
+        Store::other(disk)
+    }
+}
+
+impl From<Liar> for Store {
+    fn from(disk: Liar) -> Self {
+        Store::other(disk)
+    }
 }
 
 impl Storage for Store {
@@ -140,7 +160,7 @@ mod tests {
 
     #[test]
     fn a_storage_behind_a_pointer_is_called_as_it_is() {
-        let other = Store::Other(std::rc::Rc::new(Demanding));
+        let other = Store::other(Demanding);
         assert_eq!(other.alignment(), Demanding.alignment());
         assert_eq!(other.geometry(), Demanding.geometry());
         assert_eq!(other.capabilities(), Demanding.capabilities());

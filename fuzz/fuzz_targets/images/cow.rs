@@ -18,16 +18,16 @@ const PLAIN: Alignment = Alignment { memory_align: 1, offset_align: 1 };
 const MERGED: u64 = 1 << 16;
 const REPAIRED: u64 = 1 << 30;
 
-fn raw(file: &File) -> Raw<File> {
+fn raw(file: &File) -> Raw {
     Raw::on(file.clone(), PLAIN)
 }
 
-async fn open(file: &File, read_only: bool, bitmap_memory: u64) -> Option<Cow<File>> {
+async fn open(file: &File, read_only: bool, bitmap_memory: u64) -> Option<Cow> {
     let options = CowOptions { read_only, bitmap_memory, ..CowOptions::default() };
     Cow::open(raw(file), &options).await.ok()
 }
 
-fn over(cow: Cow<File>, base: &File) -> Image<File> {
+fn over(cow: Cow, base: &File) -> Image {
     let size = cow.size();
     Image::new(vec![Layer::Cow(cow), Layer::Raw { raw: raw(base), size }], false)
 }
@@ -37,7 +37,7 @@ fn place(rng: &mut Rng, size: u64) -> (u64, u64) {
     (offset, (rng.between(1, 128) * 512).min(size - offset))
 }
 
-async fn read_some(image: &Image<File>, rng: &mut Rng) {
+async fn read_some(image: &Image, rng: &mut Rng) {
     for _ in 0..8 {
         let (offset, len) = place(rng, image.size());
         image

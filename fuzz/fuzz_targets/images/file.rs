@@ -9,7 +9,7 @@ use std::task::{Context, Poll, Waker};
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
+use blockyard_storage::{Storage, Store};
 
 const PAGE: u64 = 4096;
 
@@ -57,6 +57,12 @@ impl File {
 
     fn changed(&self) {
         self.writes.set(self.writes.get() + 1);
+    }
+}
+
+impl From<File> for Store {
+    fn from(file: File) -> Self {
+        Store::other(file)
     }
 }
 

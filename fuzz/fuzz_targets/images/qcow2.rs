@@ -12,7 +12,7 @@ use super::file::{File, run};
 
 const PLAIN: Alignment = Alignment { memory_align: 1, offset_align: 1 };
 
-async fn open(file: &File, data: &File, read_only: bool) -> Option<Image<File>> {
+async fn open(file: &File, data: &File, read_only: bool) -> Option<Image> {
     let raw = Raw::on(file.clone(), PLAIN);
     let header = Header::read(&raw).await.ok()?;
     let data = header.has_data_file().then(|| Raw::on(data.clone(), PLAIN));
@@ -28,14 +28,14 @@ fn place(rng: &mut Rng, size: u64) -> (u64, u64) {
     (offset, (rng.between(1, 128) * 512).min(size.next_multiple_of(512) - offset))
 }
 
-async fn read_some(image: &Image<File>, rng: &mut Rng) {
+async fn read_some(image: &Image, rng: &mut Rng) {
     for _ in 0..8 {
         let (offset, len) = place(rng, image.size());
         let _ = image.read(Segments::buffer(len as usize), offset).await;
     }
 }
 
-async fn change_some(image: &Image<File>, rng: &mut Rng) {
+async fn change_some(image: &Image, rng: &mut Rng) {
     for round in 0..8u8 {
         let (offset, len) = place(rng, image.size());
         let _ = match rng.below(5) {

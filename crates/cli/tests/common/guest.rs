@@ -181,6 +181,34 @@ impl Guest {
         }
     }
 
+    /// Prints the output, the console, and where the emulator's threads wait. It tells a guest that
+    /// hangs from a server that does not answer.
+    fn show(&mut self) {
+        self.seen.extend(self.lines.try_iter().flat_map(|line| [line, "\n".into()]));
+        eprintln!("---- output of the guest ----\n{}", self.seen);
+        let Some(folder) = self.folder.as_ref().map(|folder| folder.to_path_buf()) else { return };
+        for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
+            if let Ok(console) = std::fs::read_to_string(entry.path().join("console")) {
+                let from = console.lines().count().saturating_sub(40);
+                let last: Vec<_> = console.lines().skip(from).collect();
+                eprintln!("---- console of the guest ----\n{}", last.join("\n"));
+            }
+        }
+        for process in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let is_ours = std::fs::read(process.path().join("cmdline")).is_ok_and(|command| {
+                let command = String::from_utf8_lossy(&command);
+                command.contains("qemu-system") && command.contains(&*folder.to_string_lossy())
+            });
+            let tasks = std::fs::read_dir(process.path().join("task"));
+            for task in tasks.into_iter().flatten().flatten().filter(|_| is_ours) {
+                let read = |name| std::fs::read_to_string(task.path().join(name));
+                let [name, call, stat] =
+                    ["comm", "syscall", "stat"].map(|name| read(name).unwrap_or_default());
+                eprintln!("thread {}: call {}: {stat}", name.trim(), call.trim());
+            }
+        }
+    }
+
     fn failure(&mut self) -> String {
         let errors = self.errors.take().and_then(|errors| errors.recv_timeout(SOON).ok());
         format!("\n---- output ----\n{}---- errors ----\n{}", self.seen, errors.unwrap_or_default())
@@ -191,6 +219,9 @@ impl Drop for Guest {
     fn drop(&mut self) {
         if self.runner.try_wait().is_ok_and(|s| s.is_some()) {
             return;
+        }
+        if std::thread::panicking() {
+            self.show();
         }
         // The runner ends the guest and removes its folder.
         let _ = kill_process(Pid::from_child(&self.runner), Signal::TERM);

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions};
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, Store};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{Rng, pattern};
 
@@ -93,7 +93,7 @@ impl Files {
     /// Runs an operation on the COW file, which can open other files.
     fn on_cow<F: Future<Output = ()> + 'static>(
         &self,
-        work: impl FnOnce(Raw<Store>, &dyn Fn(&Path) -> Raw<Store>) -> F,
+        work: impl FnOnce(Raw, &dyn Fn(&Path) -> Raw) -> F,
     ) {
         let executor = Executor::new().unwrap();
         let open = |path: &Path| {

@@ -22,7 +22,6 @@ use std::time::{Duration, Instant};
 use blockyard_image::{Format, Raw, SECTOR};
 use blockyard_ring::{Handle, Segments};
 use blockyard_sched::parse_size;
-use blockyard_storage::Storage;
 
 use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
 use crate::statistics::OpKind;
@@ -198,14 +197,14 @@ impl Below {
 }
 
 /// A disk of the modelled device, on one reactor.
-pub struct Delay<S> {
+pub struct Delay {
     handle: Handle,
     model: Arc<Model>,
-    raw: Option<Raw<S>>,
+    raw: Option<Raw>,
 }
 
-impl<S: Storage> Delay<S> {
-    pub(super) fn new(handle: &Handle, model: &Arc<Model>, raw: Option<Raw<S>>) -> Self {
+impl Delay {
+    pub(super) fn new(handle: &Handle, model: &Arc<Model>, raw: Option<Raw>) -> Self {
         Delay { handle: handle.clone(), model: model.clone(), raw }
     }
 
@@ -239,7 +238,7 @@ impl<S: Storage> Delay<S> {
     pub(super) async fn other(
         &self,
         kind: OpKind,
-        below: impl AsyncFnOnce(&Raw<S>) -> io::Result<()>,
+        below: impl AsyncFnOnce(&Raw) -> io::Result<()>,
     ) -> io::Result<()> {
         let done = self.model.book(self.handle.read_clock(), kind, 0);
         let answer = match &self.raw {

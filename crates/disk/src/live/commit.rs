@@ -18,9 +18,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_image::{
-    Chain, ChainError, CopyDown, Image, ImageError, Store, WritableBacking, join_all,
-};
+use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, WritableBacking, join_all};
 
 use super::{Why, Work, WorkError, Worker};
 use crate::backend::Source;
@@ -55,9 +53,9 @@ struct Commit<'a> {
     work: &'a Work,
     /// The disk's chain during the commit, the disk on this thread, and its topmost image.
     chain: Arc<Chain>,
-    local_disk: Rc<LocalDisk<Store>>,
-    from: Image<Store>,
-    into: &'a Image<Store>,
+    local_disk: Rc<LocalDisk>,
+    from: Image,
+    into: &'a Image,
     dirty: Arc<DirtyMap>,
 }
 
@@ -99,7 +97,7 @@ impl Worker {
 
     /// Closes the backing image. A failure here only wastes space: clusters that no entry refers
     /// to.
-    async fn close_backing(&self, backing: &WritableBacking, into: &Image<Store>, reopened: bool) {
+    async fn close_backing(&self, backing: &WritableBacking, into: &Image, reopened: bool) {
         if !reopened {
             return;
         }

@@ -32,7 +32,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 
 use blockyard_image::tools::Progress;
-use blockyard_image::{Chain, ChainError, ImageError, Store};
+use blockyard_image::{Chain, ChainError, ImageError};
 use blockyard_ring::{Executor, Handle};
 
 use crate::backend::{Source, SourceError};
@@ -185,21 +185,21 @@ impl Worker {
 
     /// Opens the disk on this thread. No guest's requests come to this thread, and a quiesce does
     /// not include the thread.
-    fn local_disk(&self, source: &Source) -> Result<Rc<LocalDisk<Store>>, Why> {
+    fn local_disk(&self, source: &Source) -> Result<Rc<LocalDisk>, Why> {
         let local_disk = LocalDisk::apart(&self.handle, &self.disk, source);
         Ok(Rc::new(local_disk.map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?))
     }
 
     /// Makes the guests' writes durable, also if the disk ignores the guests' own flushes. A
     /// failure poisons the disk, as that of a guest's own flush does.
-    async fn flush(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
+    async fn flush(&self, local_disk: &LocalDisk) -> Result<(), Why> {
         let settled = local_disk.flush_always().await;
         check_not_poisoned(&self.disk)?;
         settled.map_err(|_| Why::NotPossible("a flush failed".into()))
     }
 
     /// Closes the image, during a quiesce.
-    async fn close_image(&self, local_disk: &LocalDisk<Store>) -> Result<(), Why> {
+    async fn close_image(&self, local_disk: &LocalDisk) -> Result<(), Why> {
         let closed = local_disk.close().await;
         check_not_poisoned(&self.disk)?;
         closed.map_err(|_| Why::NotPossible("the image could not be closed".into()))

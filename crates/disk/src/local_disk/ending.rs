@@ -9,8 +9,6 @@
 use std::io;
 use std::time::{Duration, Instant};
 
-use blockyard_storage::Storage;
-
 use super::LocalDisk;
 use crate::request::Op;
 
@@ -20,7 +18,7 @@ const LONG_TIME: Duration = Duration::from_secs(5);
 /// Longer than any request takes.
 const NEVER: Duration = Duration::from_secs(365 * 24 * 3600);
 
-impl<S: Storage> LocalDisk<S> {
+impl LocalDisk {
     /// Admits the requests that wait on this reactor for limits or the device, because a queue is
     /// drained. Their cost becomes a debt of the disk; see [`LocalDisk::queue_pause`]. Requests of
     /// the queue that wait for space must not wait any longer.

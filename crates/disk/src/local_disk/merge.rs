@@ -19,8 +19,6 @@ use std::task::Poll;
 use blockyard_ring::Segments;
 use blockyard_ring::probe;
 
-use blockyard_storage::Storage;
-
 use super::{Attempt, LocalDisk};
 use crate::current_image::CurrentImage;
 use crate::request::{Finished, Op, Request, Token};
@@ -88,7 +86,7 @@ fn count<T: Token>(batch: &[Request<T>]) -> usize {
     batch.len()
 }
 
-impl<S: Storage> LocalDisk<S> {
+impl LocalDisk {
     /// Returns how many requests at the start of a batch form one [`Run`]. 1: serve the first one
     /// by itself.
     #[inline]
@@ -150,7 +148,7 @@ impl<S: Storage> LocalDisk<S> {
     }
 
     /// Serves the run by one operation. Returns false if that is impossible or fails.
-    async fn perform_run<T: Token>(&self, image: &CurrentImage<S>, run: &mut Run<T>) -> bool {
+    async fn perform_run<T: Token>(&self, image: &CurrentImage, run: &mut Run<T>) -> bool {
         let Some(first) = run.parts.first() else { return false };
         let (op, offset) = (first.op, first.offset);
         let mut together = std::mem::take(&mut run.together);
@@ -174,7 +172,7 @@ impl<S: Storage> LocalDisk<S> {
     /// together. With `may_pause`, requests that must wait for space remain in the run.
     pub(super) async fn serve_each<T: Token>(
         &self,
-        image: &CurrentImage<S>,
+        image: &CurrentImage,
         run: &mut Run<T>,
         may_pause: bool,
     ) {

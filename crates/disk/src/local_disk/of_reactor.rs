@@ -5,7 +5,6 @@ use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use blockyard_image::Store;
 use blockyard_ring::Handle;
 
 use super::LocalDisk;
@@ -15,9 +14,9 @@ use crate::disk::Disk;
 
 /// The disks of a reactor. All queues of a disk on the reactor share its image and statistics.
 #[derive(Default)]
-struct Disks(RefCell<Vec<Rc<LocalDisk<Store>>>>);
+struct Disks(RefCell<Vec<Rc<LocalDisk>>>);
 
-impl LocalDisk<Store> {
+impl LocalDisk {
     /// Returns the disk on a reactor. Opens it there at the first call.
     pub fn local(handle: &Handle, disk: &Arc<Disk>) -> io::Result<Rc<Self>> {
         if let Some(local_disk) = Self::known(handle, disk) {

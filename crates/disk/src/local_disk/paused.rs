@@ -4,13 +4,12 @@
 //! so it uses the image that the disk has at that time.
 
 use blockyard_ring::probe::{self, Probed};
-use blockyard_storage::Storage;
 
 use super::merge::Run;
 use super::{Attempt, LocalDisk};
 use crate::request::{Finished, Request, Token};
 
-impl<S: Storage> LocalDisk<S> {
+impl LocalDisk {
     /// Serves a request for which the host had no space. `resumed`: [`Pause::resumed`] before the
     /// attempt.
     ///

@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 
-use blockyard_image::{Alignment, CacheMode, ImageFile, OpenOptions, Raw};
+use blockyard_image::{Alignment, CacheMode, ImageFile, OpenOptions, Raw, Storage, Store};
 use blockyard_ring::Executor;
 use blockyard_storage::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
 
@@ -29,7 +29,7 @@ impl Token for Note {
     }
 }
 
-async fn ask<S: Storage>(served: &LocalDisk<S>, op: Op, offset: u64, len: u64) -> Status {
+async fn ask(served: &LocalDisk, op: Op, offset: u64, len: u64) -> Status {
     let segments = match op {
         Op::Read | Op::Write { .. } => Segments::buffer(len as usize),
         _ => Segments::default(),
@@ -52,7 +52,7 @@ fn options() -> DiskOptions {
     }
 }
 
-fn simulated(options: DiskOptions) -> (SimDisk, LocalDisk<SimDisk>) {
+fn simulated(options: DiskOptions) -> (SimDisk, LocalDisk) {
     let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
     let disk = Arc::new(Disk::new(options, Source::Null { size: CAPACITY }));
     let raw = Raw::on(sim.clone(), Alignment { memory_align: 1, offset_align: 1 });
@@ -146,7 +146,7 @@ fn a_failed_sync_poisons_the_disk() {
 #[test]
 fn a_flush_without_an_image_fails_and_does_not_poison_the_disk() {
     let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
-    let served = LocalDisk::<SimDisk>::new(disk, Backend::Gone("closed".into()), None);
+    let served = LocalDisk::new(disk, Backend::Gone("closed".into()), None);
     run(async move {
         for unsynced in [false, true] {
             served.disk().unsynced.store(unsynced, Ordering::SeqCst);
@@ -202,7 +202,8 @@ impl Storage for Keeping {
 fn a_failed_flush_that_loses_nothing_does_not_poison_the_disk() {
     let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
     let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
-    let raw = Raw::on(Keeping(sim.clone()), Alignment { memory_align: 1, offset_align: 1 });
+    let raw =
+        Raw::on(Store::other(Keeping(sim.clone())), Alignment { memory_align: 1, offset_align: 1 });
     let served = LocalDisk::new(disk, Backend::Raw(raw), None);
     run(async move {
         assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));

@@ -5,7 +5,7 @@ use std::cell::RefCell;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::SeqCst};
 use std::thread::JoinHandle;
 
-use blockyard_image::{CacheMode, ChainOptions, Store};
+use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::{Executor, Remote, Segments};
 
 use crate::{DiskOptions, Op, OpKind, Request, Status, Token};
@@ -71,7 +71,7 @@ impl Token for Answered {
     }
 }
 
-async fn ask(served: &LocalDisk<Store>, op: Op, bytes: &[u8]) -> Vec<u8> {
+async fn ask(served: &LocalDisk, op: Op, bytes: &[u8]) -> Vec<u8> {
     let (segments, answer) = (Segments::buffer(bytes.len()), Rc::new(RefCell::default()));
     segments.copy_in(0, bytes);
     let request =
@@ -132,9 +132,8 @@ fn wait_for(what: impl Fn() -> bool) {
 /// Returns the number of writes that a reactor has done.
 fn served(reactor: &Reactor, disk: &Arc<Disk>) -> Option<u64> {
     let disk = disk.clone();
-    let done = move |served: Rc<LocalDisk<Store>>| {
-        Some(served.statistics().summary(OpKind::Write)?.requests)
-    };
+    let done =
+        move |served: Rc<LocalDisk>| Some(served.statistics().summary(OpKind::Write)?.requests);
     reactor
         .remote
         .ask(move |handle, reply| reply.send(LocalDisk::known(handle, &disk).and_then(done)))

@@ -14,7 +14,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
-use blockyard_disk::{Disk, DiskOptions, LocalDisk, Op, SnapshotOptions, Source, Store, Work};
+use blockyard_disk::{Disk, DiskOptions, LocalDisk, Op, SnapshotOptions, Source, Work};
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::qcow2::check::{Repair, check};
 use blockyard_image::tools::on_file;
@@ -260,7 +260,7 @@ impl Guest {
 struct Lane {
     number: u64,
     requests: u64,
-    served: Rc<LocalDisk<Store>>,
+    served: Rc<LocalDisk>,
     record: Record,
     rng: Rng,
 }

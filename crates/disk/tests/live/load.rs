@@ -12,7 +12,6 @@ use std::thread::JoinHandle;
 use std::time::Instant;
 
 use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Token};
-use blockyard_image::Store;
 use blockyard_ring::{Executor, Remote, Segments};
 use blockyard_storage::sim::Rng;
 
@@ -41,7 +40,7 @@ impl Reactor {
     pub fn on<T: Send + 'static, F: Future<Output = T> + 'static>(
         &self,
         disk: &Arc<Disk>,
-        work: impl FnOnce(Rc<LocalDisk<Store>>) -> F + Send + 'static,
+        work: impl FnOnce(Rc<LocalDisk>) -> F + Send + 'static,
     ) -> T {
         let disk = disk.clone();
         let answer = self.remote.ask(move |handle, reply| {
@@ -100,7 +99,7 @@ impl Token for Answer {
 }
 
 /// Serves one request. For a read `bytes` are the initial contents of the buffer.
-pub async fn ask(served: &LocalDisk<Store>, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
+pub async fn ask(served: &LocalDisk, op: Op, at: u64, bytes: Vec<u8>) -> Answered {
     let answer = Rc::new(RefCell::default());
     let (len, segments) = (bytes.len() as u64, Segments::from_bytes(&bytes));
     let segments =
@@ -137,7 +136,7 @@ impl Known {
 struct Lane {
     number: u64,
     lanes: u64,
-    served: Rc<LocalDisk<Store>>,
+    served: Rc<LocalDisk>,
     known: Known,
     rng: Rng,
 }

@@ -7,9 +7,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blockyard_disk::{Backend, Disk, DiskOptions, LocalDisk, Op, Request, Source, Status, Token};
-use blockyard_image::{CacheMode, Raw};
+use blockyard_image::{CacheMode, Raw, Store};
 use blockyard_ring::{GuestMemory, Region, Segments};
-use blockyard_storage::Storage;
 use blockyard_storage::sim::{
     Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimImage, pattern,
     yield_now,
@@ -78,10 +77,10 @@ impl Life {
 
     /// Runs one boot and cuts the power after `cut_after` events. Returns whether the load ended
     /// before that. `wrap` may replace the storage.
-    pub fn boot<S: Storage + Clone>(
+    pub fn boot(
         &mut self,
         cut_after: u64,
-        wrap: impl Fn(SimDisk) -> S,
+        wrap: impl Fn(SimDisk) -> Store,
         tally: &mut Tally,
     ) -> Result<bool, String> {
         let plan = self.plan.clone();
@@ -119,11 +118,7 @@ impl Life {
     }
 
     /// Runs the lanes to their end. After a power cut they end, too, and their answers are ignored.
-    fn load<S: Storage>(
-        &mut self,
-        judge: &Rc<Judge>,
-        served: &[Rc<LocalDisk<S>>],
-    ) -> Result<(), String> {
+    fn load(&mut self, judge: &Rc<Judge>, served: &[Rc<LocalDisk>]) -> Result<(), String> {
         let sim = Sim::new(self.rng.next_u64()).step_limit(1_000_000);
         let failed = Rc::new(RefCell::new(None));
         let running = Rc::new(Cell::new(self.plan.lanes));
@@ -285,12 +280,7 @@ impl Token for Slot {
     }
 }
 
-async fn ask<S: Storage>(
-    served: &LocalDisk<S>,
-    op: Op,
-    (offset, len): (u64, u64),
-    segments: Segments,
-) -> Answer {
+async fn ask(served: &LocalDisk, op: Op, (offset, len): (u64, u64), segments: Segments) -> Answer {
     let slot = Rc::new(Cell::new(None));
     let request = Request::new(op, offset, len, segments, Instant::now(), Slot(slot.clone()));
     served.serve(request).await.answer();
@@ -298,11 +288,7 @@ async fn ask<S: Storage>(
 }
 
 /// Reads the whole disk, without concurrent requests.
-async fn read_all<S: Storage>(
-    judge: &Judge,
-    served: &LocalDisk<S>,
-    capacity: u64,
-) -> Result<(), String> {
+async fn read_all(judge: &Judge, served: &LocalDisk, capacity: u64) -> Result<(), String> {
     for offset in (0..capacity).step_by(SECTOR) {
         let token = judge.oracle.borrow_mut().read_started();
         let (status, segments) =
@@ -326,9 +312,9 @@ fn check(
 }
 
 /// One client of a queue. It always has one request in flight.
-struct Lane<S> {
+struct Lane {
     judge: Rc<Judge>,
-    served: Rc<LocalDisk<S>>,
+    served: Rc<LocalDisk>,
     memory: Rc<GuestMemory>,
     base: u64,
     capacity: u64,
@@ -336,7 +322,7 @@ struct Lane<S> {
     rng: Rng,
 }
 
-impl<S: Storage> Lane<S> {
+impl Lane {
     async fn run(mut self, requests: usize) -> Result<(), String> {
         for _ in 0..requests {
             let range = self.range();

@@ -16,9 +16,7 @@ mod plan;
 
 use std::io;
 
-use blockyard_ring::Segments;
-use blockyard_storage::Storage;
-use blockyard_storage::sim::{OpKind, Rng};
+use blockyard_storage::sim::{Liar, Lie, OpKind, Rng, SimDisk};
 
 use load::{Life, Tally};
 use plan::{Plan, SHAPES, Trouble};
@@ -37,7 +35,7 @@ fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let events = plan.events();
     let mut life = Life::new(plan);
     for _ in 0..3 {
-        life.boot(rng.below(events), |disk| disk, tally)?;
+        life.boot(rng.below(events), SimDisk::into, tally)?;
     }
     Ok(())
 }
@@ -69,7 +67,7 @@ fn durable_writes_survive_a_power_cut_at_every_event() {
         let plan =
             Plan { shape, writethrough, reactors, requests: 9, lanes: 6, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
-            let survived = Life::new(plan.clone()).boot(events, |disk| disk, &mut tally).unwrap();
+            let survived = Life::new(plan.clone()).boot(events, SimDisk::into, &mut tally).unwrap();
             assert!(!survived || events > 60, "a run of only {events} events");
             survived
         });
@@ -96,79 +94,22 @@ fn a_failed_sync_fails_all_flushes_that_depend_on_it() {
             ..Plan::quiet(seed)
         };
         let events = if rng.one_in(2) { u64::MAX } else { rng.below(plan.events()) };
-        Life::new(plan).boot(events, |disk| disk, &mut tally).unwrap();
+        Life::new(plan).boot(events, SimDisk::into, &mut tally).unwrap();
     }
     println!("seeds {seeds:?}: {tally}");
     assert!(tally.poisoned > 200 && tally.waiters_failed > 100, "{tally}");
 }
 
-/// How a faulty storage breaks its promises.
-#[derive(Clone, Copy, Debug, PartialEq)]
-enum Lie {
-    NoSync,
-    NotDurable,
-    LosesPieces,
-    ReadsStale,
-}
-
-#[derive(Clone)]
-struct Liar<S> {
-    disk: S,
-    lie: Lie,
-}
-
-impl<S: Storage> Storage for Liar<S> {
-    async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
-        let (segments, n) = self.disk.read(segments, offset).await;
-        if self.lie == Lie::ReadsStale && offset == 4096 && !segments.is_empty() {
-            segments.zero(0, 1);
-        }
-        (segments, n)
-    }
-
-    async fn write(
-        &self,
-        segments: Segments,
-        offset: u64,
-        durable: bool,
-    ) -> (Segments, io::Result<usize>) {
-        let len = segments.len();
-        if self.lie == Lie::LosesPieces && len > 4096 {
-            let (_, n) = self.disk.write(segments.slice(0, 4096), offset, durable).await;
-            return (segments, n.map(|_| len));
-        }
-        self.disk.write(segments, offset, durable && self.lie != Lie::NotDurable).await
-    }
-
-    async fn sync(&self) -> io::Result<()> {
-        if self.lie == Lie::NoSync { Ok(()) } else { self.disk.sync().await }
-    }
-
-    async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
-        self.disk.discard(offset, len).await
-    }
-
-    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.disk.zero(offset, len, unmap).await
-    }
-
-    async fn set_len(&self, len: u64) -> io::Result<()> {
-        self.disk.set_len(len).await
-    }
-
-    async fn len(&self) -> io::Result<u64> {
-        self.disk.len().await
-    }
-}
-
 /// Tests the checks of this test: they must detect a faulty storage.
 #[test]
 fn the_judges_detect_a_faulty_storage() {
-    for lie in [Lie::NoSync, Lie::NotDurable, Lie::LosesPieces, Lie::ReadsStale] {
+    for lie in [Lie::NoSync, Lie::NotDurable, Lie::LosesPieces, Lie::ReadsZeroes(4096)] {
         let caught = (0..100).filter(|&seed| {
             let plan = Plan::quiet(seed);
             let events = Rng::new(seed).below(plan.events());
-            Life::new(plan).boot(events, |disk| Liar { disk, lie }, &mut Tally::default()).is_err()
+            Life::new(plan)
+                .boot(events, |disk| Liar::new(disk, lie).into(), &mut Tally::default())
+                .is_err()
         });
         let caught = caught.count();
         assert!(caught >= 10, "{lie:?} was detected in {caught} of 100 runs");
@@ -183,7 +124,7 @@ fn a_write_never_extends_the_guest_s_disk() {
     for seed in 20_000..20_100 {
         let plan = Plan { shape: SHAPES[2], capacity: 35 * 512, missing: 100, ..Plan::quiet(seed) };
         let mut life = Life::new(plan);
-        assert!(life.boot(u64::MAX, |disk| disk, &mut tally).unwrap());
+        assert!(life.boot(u64::MAX, SimDisk::into, &mut tally).unwrap());
     }
     assert!(tally.grew > 50 && tally.longest <= 35 * 512, "{tally}");
 }

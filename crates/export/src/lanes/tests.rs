@@ -40,7 +40,7 @@ impl Token for Number {
 
 /// Calls `work` with a disk of 1 MiB in a file. The disk uses io_uring, so no request is complete
 /// when `dispatch` returns.
-fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk<Store>>, Rc<Answers>) + 'static) {
+fn stage(work: impl AsyncFnOnce(&Handle, Rc<LocalDisk>, Rc<Answers>) + 'static) {
     let name = format!("blockyard-lanes-{:?}", std::thread::current().id());
     let path = std::env::temp_dir().join(format!("{name}-{}.raw", std::process::id()));
     std::fs::write(&path, vec![0; 1 << 20]).unwrap();

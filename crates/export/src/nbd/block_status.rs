@@ -10,7 +10,7 @@
 
 use std::io;
 
-use blockyard_disk::{Failure, LocalDisk, Op, Store};
+use blockyard_disk::{Failure, LocalDisk, Op};
 use blockyard_image::BlockStatus;
 use blockyard_nbd::wire::{self, Headers, errno, flag, state};
 use blockyard_ring::Handle;
@@ -130,7 +130,7 @@ fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
 /// Returns the payloads of the chunks that answer `request`, one for each context, or the error
 /// code.
 pub async fn chunks(
-    served: &LocalDisk<Store>,
+    served: &LocalDisk,
     contexts: &Contexts,
     request: &wire::Request,
     headers: Headers,

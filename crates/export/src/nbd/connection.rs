@@ -8,7 +8,7 @@ use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
 
-use blockyard_disk::{LocalDisk, Op, Status, Store, Token};
+use blockyard_disk::{LocalDisk, Op, Status, Token};
 use blockyard_nbd::wire::{self, cmd, errno, flag};
 use blockyard_ring::{Handle, Segments, Signal};
 
@@ -30,7 +30,7 @@ pub struct Connection {
     pub handle: Handle,
     pub stream: Rc<Stream>,
     pub terms: Terms,
-    pub served: Rc<LocalDisk<Store>>,
+    pub served: Rc<LocalDisk>,
     pub buffers: Rc<Buffers>,
     /// Replies that the sender has not taken yet.
     pub replies: RefCell<Vec<Reply>>,

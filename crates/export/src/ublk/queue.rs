@@ -19,7 +19,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::task::Poll;
 
-use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Store, Token};
+use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Token};
 use blockyard_ring::ublk::{Device, Fetch, Queue, QueueError, Tag};
 use blockyard_ring::{Handle, PendingReply, Remote, Reply, Segments, TaskId};
 
@@ -56,7 +56,7 @@ struct DeviceQueue {
     handle: Handle,
     key: (u32, u16),
     shared: Arc<Shared>,
-    served: Rc<LocalDisk<Store>>,
+    served: Rc<LocalDisk>,
     driver_queue: Rc<Queue>,
     tasks: RefCell<Vec<TaskId>>,
     running: Cell<u32>,

@@ -45,7 +45,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{ConnectedClient, Disk, LocalDisk, Store};
+use blockyard_disk::{ConnectedClient, Disk, LocalDisk};
 use blockyard_ring::Mapper;
 use blockyard_ring::parcel::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -351,7 +351,7 @@ impl Shared {
         SessionState::new(self.shape.queues, self.device.disk.options().cache.write_back())
     }
 
-    fn each_served(&self, f: fn(&LocalDisk<Store>)) {
+    fn each_served(&self, f: fn(&LocalDisk)) {
         for reactor in self.reactors.all() {
             let disk = self.device.disk.clone();
             reactor.run(move |handle| {

@@ -28,9 +28,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use blockyard_disk::{LocalDisk, Request, Status, Store};
+use blockyard_disk::{LocalDisk, Request, Status};
 use blockyard_ring::{GuestMemory, Handle, MemoryAlarm, Reply, Segments, Signal, Watch};
-use blockyard_storage::Storage;
 
 use super::device::DeviceState;
 use super::inflight::InflightRegion;
@@ -106,16 +105,16 @@ pub struct QueueSetup {
 #[derive(Default)]
 struct Queues(RefCell<HashMap<u64, Rc<Queue>>>);
 
-/// A virtqueue that runs on a reactor. `S`: see [`LocalDisk`].
-pub struct Queue<S: Storage + 'static = Store> {
+/// A virtqueue that runs on a reactor.
+pub struct Queue {
     index: u16,
     handle: Handle,
     device: Arc<DeviceState>,
-    served: Rc<LocalDisk<S>>,
+    served: Rc<LocalDisk>,
     core: RefCell<Core>,
-    lanes: Rc<Lanes<ChainToken<S>, S>>,
+    lanes: Rc<Lanes<ChainToken>>,
     /// Vector for the requests of a batch, kept for reuse.
-    requests: RefCell<Vec<Request<ChainToken<S>>>>,
+    requests: RefCell<Vec<Request<ChainToken>>>,
     wake: Signal,
     budget: Budget,
     /// Number of requests that are not answered yet. A discard chain with several ranges counts
@@ -141,12 +140,12 @@ impl Queue {
     }
 }
 
-impl<S: Storage + 'static> Queue<S> {
+impl Queue {
     /// Starts a queue of a disk that this reactor has open.
     fn start_on(
         handle: &Handle,
         setup: QueueSetup,
-        served: Rc<LocalDisk<S>>,
+        served: Rc<LocalDisk>,
     ) -> Result<Rc<Self>, StartError> {
         let device = setup.device.clone();
         let lanes =
@@ -354,7 +353,7 @@ impl<S: Storage + 'static> Queue<S> {
         self: &Rc<Self>,
         head: Head,
         entry: Option<u16>,
-        requests: &mut Vec<Request<ChainToken<S>>>,
+        requests: &mut Vec<Request<ChainToken>>,
     ) -> Result<(), RingError> {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
@@ -427,7 +426,7 @@ impl<S: Storage + 'static> Queue<S> {
 
     /// Hands the requests to the disk, and keeps the vector for reuse.
     #[inline]
-    fn dispatch(&self, mut requests: Vec<Request<ChainToken<S>>>) {
+    fn dispatch(&self, mut requests: Vec<Request<ChainToken>>) {
         self.lanes.dispatch(&mut requests);
         *self.requests.borrow_mut() = requests;
     }

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
-use blockyard_disk::{Disk, Failure, LocalDisk, Op, Request, Status, Store, Token};
+use blockyard_disk::{Disk, Failure, LocalDisk, Op, Request, Status, Token};
 use blockyard_ring::xen::{Channel, Grants};
 use blockyard_ring::{Handle, Region, Remote, Reply, Segments, Signal, Watch, park};
 
@@ -111,7 +111,7 @@ struct Queue {
     index: u16,
     handle: Handle,
     shared: Arc<Shared>,
-    served: Rc<LocalDisk<Store>>,
+    served: Rc<LocalDisk>,
     ring: RefCell<Ring>,
     channel: Channel,
     pages: RefCell<Pages>,

@@ -28,7 +28,6 @@ use crate::layers::meta::Meta;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 use crate::tools::session_of;
-use blockyard_storage::Store;
 use blockyard_storage::{ImageFile, OpenError};
 
 const TOP: &str = "overlay to be committed";
@@ -45,7 +44,7 @@ pub struct WritableBacking {
 impl WritableBacking {
     /// Returns the backing image with the images below it. While reactors still read these images
     /// through L2 tables that they cached, the writer must keep the guard of [`Image::hold_freed`].
-    pub fn image(&self, handle: &Handle) -> Result<Image<Store>, ChainError> {
+    pub fn image(&self, handle: &Handle) -> Result<Image, ChainError> {
         let failed =
             |e| self.chain.wrong(ImageError::io("file", None, "opening it for io_uring", e));
         self.chain.image(handle).map_err(failed)

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use blockyard_ring::{Executor, Handle};
-use blockyard_storage::{ImageFile, OpenOptions, Overlaid, Storage, Store};
+use blockyard_storage::{ImageFile, OpenOptions, Overlaid};
 
 use crate::SECTOR;
 use crate::cow::{Cow, CowOptions};
@@ -309,10 +309,10 @@ impl Chain {
     }
 
     /// Checks that a COW file's backing file, which is raw, has not changed.
-    fn below_cow<S: Storage>(
+    fn below_cow(
         &self,
         image: &PendingImage,
-        view: &Cow<S>,
+        view: &Cow,
         allowed: &Allowed,
     ) -> Result<Option<PendingImage>, ChainError> {
         if self.options.no_backing {
@@ -331,12 +331,12 @@ impl Chain {
     }
 
     /// Returns one reactor's view of the chain.
-    pub fn image(&self, handle: &Handle) -> std::io::Result<Image<Store>> {
+    pub fn image(&self, handle: &Handle) -> std::io::Result<Image> {
         self.part(handle, 0..self.layers.len())
     }
 
     /// Returns one reactor's view of some images of the chain, as if there were no others.
-    pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image<Store>> {
+    pub fn part(&self, handle: &Handle, part: Range<usize>) -> std::io::Result<Image> {
         let raw = |file: &Arc<ImageFile>| Raw::open(file, handle);
         let layer = |layer: &Arc<ChainLayer>| {
             let main = raw(&layer.file)?;

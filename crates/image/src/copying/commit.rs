@@ -19,8 +19,6 @@ use std::sync::Arc;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::SECTOR;
 use crate::copying::sweep::{Piece, Progress, Sweep};
 use crate::error::ImageError;
@@ -76,10 +74,10 @@ impl CopyDown {
     /// Copies until no piece is left. `from`: the chain, or only its upper images. `into`: the
     /// backing image with the images below it. `before` runs with each range before it is read; if
     /// it fails, the copy ends with its error.
-    pub async fn run<S: Storage, B: Storage>(
+    pub async fn run(
         &self,
-        from: &Image<S>,
-        into: &Image<B>,
+        from: &Image,
+        into: &Image,
         before: impl AsyncFn(Range<u64>) -> Result<(), ImageError>,
     ) -> Result<(), ImageError> {
         let end = self.sweep.end();
@@ -106,9 +104,9 @@ impl CopyDown {
 
     /// Returns what the upper images have at `at`, and the length of the range for which that
     /// holds. A piece of data ends at a multiple of `piece` at the latest.
-    async fn judge<S: Storage>(
+    async fn judge(
         &self,
-        from: &Image<S>,
+        from: &Image,
         piece: u64,
         at: u64,
         rest: u64,
@@ -135,11 +133,11 @@ impl CopyDown {
         Ok((len.min(most), what))
     }
 
-    async fn copy<S: Storage, B: Storage>(
+    async fn copy(
         &self,
         piece: &Piece<UpperContent>,
-        from: &Image<S>,
-        into: &Image<B>,
+        from: &Image,
+        into: &Image,
         buffer: &mut Segments,
         before: &impl AsyncFn(Range<u64>) -> Result<(), ImageError>,
     ) -> Result<(), ImageError> {

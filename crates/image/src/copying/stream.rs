@@ -12,8 +12,6 @@ use std::sync::Arc;
 
 use blockyard_ring::Handle;
 
-use blockyard_storage::Storage;
-
 use crate::chain::{Chain, ChainError};
 use crate::copying::sweep::{Progress, Sweep};
 use crate::error::ImageError;
@@ -41,8 +39,8 @@ enum Piece {
 /// Copies up all ranges that the topmost image lacks, without those that are known to read as
 /// zeroes, such as holes of a raw backing image. `before` runs with each range before it is
 /// copied; if it fails, the copy ends with its error. Durable after a flush.
-pub async fn copy_up<S: Storage>(
-    image: &Image<S>,
+pub async fn copy_up(
+    image: &Image,
     progress: &Progress,
     before: impl AsyncFn(Range<u64>) -> Result<(), ImageError>,
 ) -> Result<(), ImageError> {
@@ -74,14 +72,14 @@ pub async fn copy_up<S: Storage>(
 
 /// What was last learned of the disk. To ask a file for the end of a long run of data is expensive:
 /// once for each run is enough.
-struct Known<'a, S: Storage> {
-    image: &'a Image<S>,
+struct Known<'a> {
+    image: &'a Image,
     cluster: u64,
     /// A range, and whether it reads as zeroes.
     last: Cell<(Range<u64>, bool)>,
 }
 
-impl<S: Storage> Known<'_, S> {
+impl Known<'_> {
     /// Returns the length of the next piece, and what happens to it. A piece to copy goes on over
     /// short runs of zeroes, so that a fragmented image is not copied cluster by cluster. Guests
     /// may write to it meanwhile. What they write is in the topmost image then, and the bytes
@@ -121,7 +119,7 @@ impl<S: Storage> Known<'_, S> {
     }
 }
 
-fn top<S: Storage>(image: &Image<S>) -> Result<&crate::qcow2::Qcow2<S>, ImageError> {
+fn top(image: &Image) -> Result<&crate::qcow2::Qcow2, ImageError> {
     match image.layers() {
         [Layer::Qcow2(top), _, ..] => Ok(top),
         [_] => Err(ImageError::refused(TOP, "it has no backing file")),
@@ -134,7 +132,7 @@ fn top<S: Storage>(image: &Image<S>) -> Result<&crate::qcow2::Qcow2<S>, ImageErr
 
 /// Removes the backing file's name from the topmost image, durably. The image must hold the whole
 /// disk durably, and no request may be in flight.
-pub async fn stand_alone<S: Storage>(image: &Image<S>) -> Result<(), ImageError> {
+pub async fn stand_alone(image: &Image) -> Result<(), ImageError> {
     top(image)?.forget_backing().await
 }
 

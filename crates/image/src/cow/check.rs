@@ -41,12 +41,12 @@ pub struct Repair {
 }
 
 /// Reads the header, and counts the sectors that are stored in the file.
-pub async fn info<S: Storage>(file: &Raw<S>) -> Result<Report, ImageError> {
+pub async fn info(file: &Raw) -> Result<Report, ImageError> {
     check(file, Repair::default()).await
 }
 
 /// Checks a COW file, and makes the repairs that `repair` permits.
-pub async fn check<S: Storage>(file: &Raw<S>, repair: Repair) -> Result<Report, ImageError> {
+pub async fn check(file: &Raw, repair: Repair) -> Result<Report, ImageError> {
     let (header, file_len) = read_header_and_len(file).await?;
     let disk_end = header.data_offset + header.sectors() * SECTOR;
     let mut report = Report {
@@ -74,9 +74,9 @@ pub async fn check<S: Storage>(file: &Raw<S>, repair: Repair) -> Result<Report, 
 }
 
 impl Report {
-    async fn judge_bits<S: Storage>(
+    async fn judge_bits(
         &mut self,
-        file: &Raw<S>,
+        file: &Raw,
         bits: &BitmapCounts,
         repair: Repair,
     ) -> Result<(), ImageError> {
@@ -95,9 +95,9 @@ impl Report {
 
     /// Reports a truncated file. The repair extends it with zeroes, so that the remaining sectors
     /// can be used.
-    async fn judge_length<S: Storage>(
+    async fn judge_length(
         &mut self,
-        file: &Raw<S>,
+        file: &Raw,
         bits: &BitmapCounts,
         repair: Repair,
     ) -> Result<(), ImageError> {
@@ -122,7 +122,7 @@ impl Report {
     }
 }
 
-async fn set_len<S: Storage>(file: &Raw<S>, len: u64) -> Result<(), ImageError> {
+async fn set_len(file: &Raw, len: u64) -> Result<(), ImageError> {
     file.storage()
         .set_len(len)
         .await
@@ -170,8 +170,8 @@ impl BitmapCounts {
     }
 }
 
-async fn count_bits<S: Storage>(
-    file: &Raw<S>,
+async fn count_bits(
+    file: &Raw,
     header: &Header,
     file_len: u64,
 ) -> Result<BitmapCounts, ImageError> {
@@ -187,11 +187,7 @@ async fn count_bits<S: Storage>(
     Ok(bits)
 }
 
-async fn read_bits<S: Storage>(
-    file: &Raw<S>,
-    offset: u64,
-    len: u64,
-) -> Result<Vec<u8>, ImageError> {
+async fn read_bits(file: &Raw, offset: u64, len: u64) -> Result<Vec<u8>, ImageError> {
     let (segments, result) = file.read(Segments::buffer(len as usize), offset).await;
     result.map_err(|e| ImageError::io(BITMAP, offset, "reading", e))?;
     let mut bytes = vec![0; len as usize];
@@ -208,10 +204,7 @@ fn spare_bits(header: &Header) -> Option<(u64, u8)> {
 
 /// Refuses a file with bits set beyond the last sector, because the header's size cannot be the
 /// size with which the file was made.
-pub(super) async fn check_spare_bits<S: Storage>(
-    file: &Raw<S>,
-    header: &Header,
-) -> Result<(), ImageError> {
+pub(super) async fn check_spare_bits(file: &Raw, header: &Header) -> Result<(), ImageError> {
     let Some((last, spare)) = spare_bits(header) else { return Ok(()) };
     if read_bits(file, last, 1).await?[0] & spare == 0 {
         return Ok(());
@@ -224,7 +217,7 @@ pub(super) async fn check_spare_bits<S: Storage>(
     Err(ImageError::invalid(BITMAP, last, what))
 }
 
-async fn clear_spare_bits<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+async fn clear_spare_bits(file: &Raw, header: &Header) -> Result<(), ImageError> {
     let Some((last, spare)) = spare_bits(header) else { return Ok(()) };
     let byte = read_bits(file, last, 1).await?[0] & !spare;
     let (_, result) = file.write(Segments::from_bytes(&[byte]), last, false).await;

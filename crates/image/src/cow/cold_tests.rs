@@ -10,12 +10,12 @@ use super::*;
 use crate::{CopyDown, Image, Layer};
 
 /// Makes a backing file that holds pattern 0, as `read` assumes.
-fn base(size: u64) -> (SimDisk, Raw<SimDisk>) {
+fn base(size: u64) -> (SimDisk, Raw) {
     let disk = SimDisk::new(SimImage::from_bytes(&pattern(0, 0, size as usize)), SimConfig::new(9));
     (disk.clone(), Raw::on(disk, SHAPES[0]))
 }
 
-async fn bytes<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
+async fn bytes(raw: &Raw, offset: u64, len: usize) -> Vec<u8> {
     let (segments, result) = raw.read(Segments::buffer(len), offset).await;
     result.unwrap();
     let mut bytes = vec![0; len];
@@ -24,11 +24,7 @@ async fn bytes<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
 }
 
 /// Commits a closed file.
-async fn commit(
-    file: &Raw<SimDisk>,
-    cow: Cow<SimDisk>,
-    base: Raw<SimDisk>,
-) -> Result<(), ImageError> {
+async fn commit(file: &Raw, cow: Cow, base: Raw) -> Result<(), ImageError> {
     let size = cow.size();
     let (from, into) = (Layer::Cow(cow), Layer::Raw { raw: base, size });
     let (from, into) = (Image::new(vec![from], false), Image::new(vec![into], false));

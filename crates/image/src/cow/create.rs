@@ -32,10 +32,7 @@ impl<'a> CreateOptions<'a> {
 }
 
 /// Makes an empty file a COW file that stores no sectors.
-pub async fn create<S: Storage>(
-    file: &Raw<S>,
-    options: &CreateOptions<'_>,
-) -> Result<Header, ImageError> {
+pub async fn create(file: &Raw, options: &CreateOptions<'_>) -> Result<Header, ImageError> {
     let header = Header::new(options.version, options.alignment, &options.backing)?;
     let failed = |operation: &'static str| move |e| ImageError::io(HEADER, None, operation, e);
     let len = file.storage().len().await.map_err(failed("finding the file's length"))?;
@@ -54,17 +51,14 @@ pub async fn create<S: Storage>(
 
 /// Replaces the backing file in the header, as `rebase --unsafe` does. The file's sectors stay
 /// unchanged.
-pub async fn set_backing<S: Storage>(
-    file: &Raw<S>,
-    backing: &Backing<'_>,
-) -> Result<Header, ImageError> {
+pub async fn set_backing(file: &Raw, backing: &Backing<'_>) -> Result<Header, ImageError> {
     let header = read_header(file).await?.over(backing)?;
     write_header(file, &header).await?;
     Ok(header)
 }
 
 /// Writes the first sector last, because it has the magic number.
-async fn write_header<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+async fn write_header(file: &Raw, header: &Header) -> Result<(), ImageError> {
     let bytes = header.encode();
     let (head, tail) = bytes.split_at(bytes.len().min(512));
     for (at, part) in [(head.len() as u64, tail), (0, head)] {

@@ -1,7 +1,5 @@
 //! Empties a COW file, after a commit.
 
-use blockyard_storage::Storage;
-
 use super::check::check_spare_bits;
 use super::{BITMAP, bitmap_end, read_header};
 use crate::error::ImageError;
@@ -10,7 +8,7 @@ use crate::raw::Raw;
 /// Clears all bits, so that all reads go to the backing file. Durable on return. If the backing
 /// file was changed, the caller must also update size and mtime in the header
 /// ([`super::set_backing`]).
-pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
+pub async fn make_empty(file: &Raw) -> Result<(), ImageError> {
     let header = read_header(file).await?;
     check_spare_bits(file, &header).await?;
     let failed = |operation: &'static str| {

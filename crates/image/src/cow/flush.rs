@@ -11,8 +11,6 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use super::bitmap::FlushBatch;
 use super::{BITMAP, Cow, Shared, bitmap_end};
 use crate::error::ImageError;
@@ -21,7 +19,7 @@ use blockyard_ring::join;
 /// Number of bitmap writes in flight.
 const WRITES: usize = 16;
 
-impl<S: Storage> Cow<S> {
+impl Cow {
     /// Waits until all writes that completed before the call are durable.
     pub async fn flush(&self) -> io::Result<()> {
         let _permit = self.shared.flushing.acquire().await;

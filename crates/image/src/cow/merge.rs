@@ -20,10 +20,10 @@ const COPIES: usize = 4;
 const HOLE: usize = 4096;
 
 /// Writes the guest's disk into an empty file, without blocks of zeroes.
-pub async fn merge<S: Storage, B: Storage, T: Storage>(
-    cow: &Cow<S>,
-    backing: &Raw<B>,
-    target: &Raw<T>,
+pub async fn merge(
+    cow: &Cow,
+    backing: &Raw,
+    target: &Raw,
     progress: impl Fn(u64),
 ) -> Result<(), ImageError> {
     let failed =
@@ -55,8 +55,8 @@ struct DiskExtent {
 }
 
 /// Runs `work` for all extents of the disk.
-async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
-    cow: &Cow<S>,
+async fn copy<F: Future<Output = Result<(), ImageError>>>(
+    cow: &Cow,
     progress: impl Fn(u64),
     work: impl Fn(DiskExtent) -> F,
 ) -> Result<(), ImageError> {
@@ -78,23 +78,14 @@ async fn copy<S: Storage, F: Future<Output = Result<(), ImageError>>>(
     Ok(())
 }
 
-async fn read<S: Storage>(
-    file: &Raw<S>,
-    what: &str,
-    offset: u64,
-    len: u64,
-) -> Result<Segments, ImageError> {
+async fn read(file: &Raw, what: &str, offset: u64, len: u64) -> Result<Segments, ImageError> {
     let (buffer, result) = file.read(Segments::buffer(len as usize), offset).await;
     result.map_err(|e| ImageError::io(what, offset, "reading", e))?;
     Ok(buffer)
 }
 
 /// Writes the runs of blocks that are not all zeroes.
-async fn write_sparse<S: Storage>(
-    file: &Raw<S>,
-    buffer: &Segments,
-    offset: u64,
-) -> Result<(), ImageError> {
+async fn write_sparse(file: &Raw, buffer: &Segments, offset: u64) -> Result<(), ImageError> {
     let mut bytes = vec![0; buffer.len()];
     buffer.copy_out(0, &mut bytes);
     let blocks = blocks(offset, bytes.len());

@@ -113,13 +113,13 @@ pub struct Shared {
 }
 
 /// One reactor's handle of an open COW file.
-pub struct Cow<S> {
+pub struct Cow {
     shared: Arc<Shared>,
-    file: Raw<S>,
+    file: Raw,
 }
 
-impl<S: Storage> Cow<S> {
-    pub async fn open(file: Raw<S>, options: &CowOptions) -> Result<Self, ImageError> {
+impl Cow {
+    pub async fn open(file: Raw, options: &CowOptions) -> Result<Self, ImageError> {
         let header = read_header(&file).await?;
         if !options.read_only {
             header.may_be_written()?;
@@ -154,7 +154,7 @@ impl<S: Storage> Cow<S> {
     }
 
     /// Opens the same file on another reactor; `file` is that reactor's storage.
-    pub fn view(shared: Arc<Shared>, file: Raw<S>) -> Self {
+    pub fn view(shared: Arc<Shared>, file: Raw) -> Self {
         Cow { shared, file }
     }
 
@@ -430,7 +430,7 @@ fn bitmap_end(header: &Header) -> u64 {
 }
 
 /// Reads the header, and the file's length in bytes.
-async fn read_header_and_len<S: Storage>(file: &Raw<S>) -> Result<(Header, u64), ImageError> {
+async fn read_header_and_len(file: &Raw) -> Result<(Header, u64), ImageError> {
     let failed = |operation: &'static str| move |e| ImageError::io(header::HEADER, 0, operation, e);
     let len = file.storage().len().await.map_err(failed("finding the file's length"))?;
     let (segments, result) = file.read(Segments::buffer(header::HEADER_MAX), 0).await;
@@ -441,7 +441,7 @@ async fn read_header_and_len<S: Storage>(file: &Raw<S>) -> Result<(Header, u64),
 }
 
 /// Reads the header; fails if the file is shorter than the header requires.
-pub async fn read_header<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+pub async fn read_header(file: &Raw) -> Result<Header, ImageError> {
     let (header, len) = read_header_and_len(file).await?;
     if len < header.file_len() {
         let what = format!(

@@ -15,7 +15,6 @@
 //! sectors of the journal. A later replay adds them to that guest's newer data (`docs/operate.md`).
 
 use blockyard_ring::Segments;
-use blockyard_storage::Storage;
 
 use super::Cow;
 use super::header::{HEADER, Header, MARK_LEN};
@@ -29,10 +28,7 @@ const STRUCTURE: &str = "journal of the COW file";
 const TAG: u64 = 0x424c_4b59_5345_5353;
 
 /// Reads the mark. `None`: there is none.
-pub async fn read_mark<S: Storage>(
-    file: &Raw<S>,
-    header: &Header,
-) -> Result<Option<Session>, ImageError> {
+pub async fn read_mark(file: &Raw, header: &Header) -> Result<Option<Session>, ImageError> {
     let Some(at) = header.mark_offset() else { return Ok(None) };
     let (segments, read) = file.read(Segments::buffer(MARK_LEN), at).await;
     read.map_err(|e| ImageError::io(HEADER, at, "reading the mark of a journal", e))?;
@@ -45,8 +41,8 @@ pub async fn read_mark<S: Storage>(
 }
 
 /// Writes the mark, or zeroes in its place.
-async fn write_mark<S: Storage>(
-    file: &Raw<S>,
+async fn write_mark(
+    file: &Raw,
     header: &Header,
     session: Option<Session>,
 ) -> Result<(), ImageError> {
@@ -61,7 +57,7 @@ async fn write_mark<S: Storage>(
 }
 
 /// Removes the mark, so that no journal is replayed.
-pub async fn clear_mark<S: Storage>(file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+pub async fn clear_mark(file: &Raw, header: &Header) -> Result<(), ImageError> {
     match read_mark(file, header).await? {
         Some(_) => write_mark(file, header, None).await,
         None => Ok(()),
@@ -69,8 +65,8 @@ pub async fn clear_mark<S: Storage>(file: &Raw<S>, header: &Header) -> Result<()
 }
 
 /// Returns the log and the records that a dead server has left for the file.
-pub(super) async fn recover<S: Storage>(
-    file: &Raw<S>,
+pub(super) async fn recover(
+    file: &Raw,
     header: &Header,
     safety: &ImageSafety,
 ) -> Result<Option<(Log, Vec<Record>)>, ImageError> {
@@ -87,7 +83,7 @@ pub(super) async fn recover<S: Storage>(
     found.map(read).transpose()
 }
 
-impl<S: Storage> Cow<S> {
+impl Cow {
     /// Sets the bits of a dead server's journal, durably.
     pub(super) async fn replay(&self, records: Vec<Record>) -> Result<(), ImageError> {
         let sectors = self.header().sectors();

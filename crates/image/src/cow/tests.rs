@@ -32,7 +32,7 @@ pub(super) fn backing(size: u64) -> Backing<'static> {
 pub(super) struct Bench {
     pub disk: SimDisk,
     /// Reactors use clones of it: clones share the range lock of partial-block writes.
-    raw: Raw<SimDisk>,
+    raw: Raw,
 }
 
 impl Bench {
@@ -41,7 +41,7 @@ impl Bench {
         Bench { raw: Raw::on(disk.clone(), shape), disk }
     }
 
-    pub fn raw(&self) -> Raw<SimDisk> {
+    pub fn raw(&self) -> Raw {
         self.raw.clone()
     }
 
@@ -52,7 +52,7 @@ impl Bench {
             .unwrap()
     }
 
-    pub async fn open(&self, bitmap_memory: u64) -> Cow<SimDisk> {
+    pub async fn open(&self, bitmap_memory: u64) -> Cow {
         Cow::open(self.raw(), &CowOptions { bitmap_memory, ..CowOptions::default() }).await.unwrap()
     }
 
@@ -67,7 +67,7 @@ impl Bench {
 
 /// Reads from the COW file. Sectors that it does not store read as pattern 0, which stands for the
 /// backing file.
-pub(super) async fn read<S: Storage>(cow: &Cow<S>, offset: u64, len: u64) -> io::Result<Vec<u8>> {
+pub(super) async fn read(cow: &Cow, offset: u64, len: u64) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     while (bytes.len() as u64) < len {
         let at = offset + bytes.len() as u64;
@@ -93,7 +93,7 @@ pub(super) async fn read<S: Storage>(cow: &Cow<S>, offset: u64, len: u64) -> io:
     Ok(bytes)
 }
 
-pub(super) async fn write<S: Storage>(cow: &Cow<S>, offset: u64, bytes: &[u8]) -> io::Result<()> {
+pub(super) async fn write(cow: &Cow, offset: u64, bytes: &[u8]) -> io::Result<()> {
     cow.write(Segments::from_bytes(bytes), offset).await.1
 }
 
@@ -403,7 +403,7 @@ fn requests() -> impl Strategy<Value = Request> {
 }
 
 /// Sends requests as one task. The oracle records each of them.
-async fn task(cow: Cow<SimDisk>, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64, Request)>) {
+async fn task(cow: Cow, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64, Request)>) {
     for (tag, request) in requests {
         match request {
             Request::Write(Spot { offset, len }) => {
@@ -433,7 +433,7 @@ async fn task(cow: Cow<SimDisk>, oracle: Rc<RefCell<Oracle>>, requests: Vec<(u64
 }
 
 /// Reads all ranges that the requests may have touched, and compares them with the oracle.
-async fn judge(cow: &Cow<SimDisk>, oracle: &RefCell<Oracle>) {
+async fn judge(cow: &Cow, oracle: &RefCell<Oracle>) {
     for page in 0..PAGES {
         let offset = (page * PAGE_SECTORS * SECTOR).saturating_sub(20 * SECTOR);
         let found = read(cow, offset, 60 * SECTOR).await.unwrap();

@@ -24,8 +24,8 @@ const SMALLEST_GRANULE: u64 = 2 << 10;
 const LARGEST_GRANULE: u64 = 64 << 10;
 
 /// A chain of images on one reactor.
-pub struct Image<S> {
-    layers: Vec<Layer<S>>,
+pub struct Image {
+    layers: Vec<Layer>,
     epoch: Arc<Epoch>,
     participant: Arc<Participant>,
     /// Whether data that are read from backing images are copied to the topmost image.
@@ -36,10 +36,10 @@ pub struct Image<S> {
     long: Box<LongRequests>,
 }
 
-impl<S: Storage> Image<S> {
+impl Image {
     /// Creates the chain. `layers`: topmost first, at least one. Uses the epoch of a topmost qcow2
     /// image, or a new epoch if the topmost image has another format.
-    pub fn new(layers: Vec<Layer<S>>, copy_on_read: bool) -> Self {
+    pub fn new(layers: Vec<Layer>, copy_on_read: bool) -> Self {
         let epoch = match layers.first() {
             Some(Layer::Qcow2(image)) => image.epoch(),
             _ => Arc::default(),
@@ -58,27 +58,27 @@ impl<S: Storage> Image<S> {
     }
 
     /// Returns the images, topmost first.
-    pub fn layers(&self) -> &[Layer<S>] {
+    pub fn layers(&self) -> &[Layer] {
         &self.layers
     }
 
     /// Returns the images, topmost first, and consumes the chain.
-    pub(crate) fn into_layers(self) -> Vec<Layer<S>> {
+    pub(crate) fn into_layers(self) -> Vec<Layer> {
         self.layers
     }
 
     #[inline]
-    fn top(&self) -> &Layer<S> {
+    fn top(&self) -> &Layer {
         &self.layers[0]
     }
 
     #[inline]
-    fn backing(&self) -> Layers<'_, S> {
+    fn backing(&self) -> Layers<'_> {
         Layers::new(&self.layers[1..])
     }
 
     #[inline]
-    fn all(&self) -> Layers<'_, S> {
+    fn all(&self) -> Layers<'_> {
         Layers::with(&self.layers, self.lookup_cache.as_ref())
     }
 

@@ -4,8 +4,6 @@ use std::io;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use super::lookup_cache::LookupCache;
 use crate::cow::Cow;
 use crate::extent::{BackingLayers, Extent, LookupResult, Place};
@@ -21,17 +19,17 @@ const PIECE_CLUSTERS: u64 = 256;
 const COW_PIECE: u64 = 16 << 20;
 
 /// An image of a chain.
-pub enum Layer<S> {
+pub enum Layer {
     /// `size`: the file's length, rounded up to whole sectors.
     Raw {
-        raw: Raw<S>,
+        raw: Raw,
         size: u64,
     },
-    Qcow2(Qcow2<S>),
-    Cow(Cow<S>),
+    Qcow2(Qcow2),
+    Cow(Cow),
 }
 
-impl<S: Storage> Layer<S> {
+impl Layer {
     /// Returns the size of the image's disk in bytes.
     pub fn size(&self) -> u64 {
         match self {
@@ -128,25 +126,25 @@ impl<S: Storage> Layer<S> {
 }
 
 /// Layers of a chain, topmost first.
-pub struct Layers<'a, S> {
-    layers: &'a [Layer<S>],
+pub struct Layers<'a> {
+    layers: &'a [Layer],
     /// Caches lookups in all layers but the first.
     lookup_cache: Option<&'a LookupCache>,
 }
 
-impl<'a, S: Storage> Layers<'a, S> {
+impl<'a> Layers<'a> {
     /// Makes a chain of layers without a lookup cache.
-    pub fn new(layers: &'a [Layer<S>]) -> Self {
+    pub fn new(layers: &'a [Layer]) -> Self {
         Layers { layers, lookup_cache: None }
     }
 
     /// Makes a chain of layers. `lookup_cache` is for all layers but the first.
-    pub fn with(layers: &'a [Layer<S>], lookup_cache: Option<&'a LookupCache>) -> Self {
+    pub fn with(layers: &'a [Layer], lookup_cache: Option<&'a LookupCache>) -> Self {
         Layers { layers, lookup_cache }
     }
 }
 
-impl<S: Storage> Layers<'_, S> {
+impl Layers<'_> {
     /// Looks up the bytes at `offset`. `Err`: load the metadata of this layer for this offset
     /// first.
     #[inline]
@@ -269,7 +267,7 @@ impl<S: Storage> Layers<'_, S> {
     }
 }
 
-impl<S: Storage> BackingLayers for Layers<'_, S> {
+impl BackingLayers for Layers<'_> {
     async fn read_backing(&self, segments: Segments, offset: u64) -> (Segments, io::Result<()>) {
         self.read(segments, offset).await
     }
@@ -332,7 +330,7 @@ mod tests {
     #[test]
     fn other_tasks_run_while_a_large_read_is_zeroed() {
         let unallocated =
-            runs_meanwhile(async |segments| Layers::<SimDisk>::new(&[]).read(segments, 0).await.0);
+            runs_meanwhile(async |segments| Layers::new(&[]).read(segments, 0).await.0);
         assert!(unallocated >= PIECES - 2, "{unallocated} runs");
         let below = runs_meanwhile(async |segments| NoBacking.read_backing(segments, 0).await.0);
         assert!(below >= PIECES - 2, "{below} runs");

@@ -13,7 +13,7 @@ use crate::extent::{BlockStatus, Place};
 
 /// Returns which layers may map clusters that were never written: their files occupy less space
 /// than their refcounts say. QEMU uses the same test to detect preallocated metadata.
-pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result<Vec<bool>> {
+pub(crate) async fn sparse_layers(layers: &[Layer]) -> io::Result<Vec<bool>> {
     let mut sparse = Vec::new();
     for layer in layers {
         let Layer::Qcow2(image) = layer else {
@@ -34,8 +34,8 @@ pub(crate) async fn sparse_layers<S: Storage>(layers: &[Layer<S>]) -> io::Result
 
 /// Returns the status of the bytes at `offset`, which must be inside the disk. `sparse`: see
 /// [`sparse_layers`]; empty: no layer.
-pub(crate) async fn status<S: Storage>(
-    layers: &[Layer<S>],
+pub(crate) async fn status(
+    layers: &[Layer],
     sparse: &[bool],
     offset: u64,
     mut len: u64,
@@ -84,7 +84,7 @@ pub(crate) async fn status<S: Storage>(
 
 /// Adds to `found` the offset of the host cluster that is preallocated there, if any. Reads of the
 /// guest do not use that cluster.
-fn kept<S: Storage>(layer: &Layer<S>, offset: u64, found: BlockStatus) -> BlockStatus {
+fn kept(layer: &Layer, offset: u64, found: BlockStatus) -> BlockStatus {
     let Layer::Qcow2(image) = layer else { return found };
     if image.without_tables(offset, found.len) == Some(found.len) {
         return found;

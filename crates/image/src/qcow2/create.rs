@@ -198,9 +198,9 @@ impl FileLayout {
 
 /// Creates an image in `file`; `data` is the external data file that the options name. Durable on
 /// return.
-pub async fn create<S: Storage>(
-    file: &Raw<S>,
-    data: Option<&Raw<S>>,
+pub async fn create(
+    file: &Raw,
+    data: Option<&Raw>,
     options: &CreateOptions,
 ) -> Result<(), ImageError> {
     options.check(data.is_some())?;
@@ -270,14 +270,14 @@ fn header(options: &CreateOptions) -> Result<Header, ImageError> {
     Ok(header)
 }
 
-struct Creator<'a, S> {
-    file: &'a Raw<S>,
+struct Creator<'a> {
+    file: &'a Raw,
     plan: &'a FileLayout,
     header: &'a Header,
     layout: EntryFormat,
 }
 
-impl<S: Storage> Creator<'_, S> {
+impl Creator<'_> {
     async fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), ImageError> {
         bytes::write(self.file, offset, bytes)
             .await
@@ -381,8 +381,8 @@ impl<S: Storage> Creator<'_, S> {
 }
 
 /// Extends the data file to its full length, and allocates its space. Its contents stay.
-async fn preallocate_data_file<S: Storage>(
-    data: &Raw<S>,
+async fn preallocate_data_file(
+    data: &Raw,
     size: u64,
     preallocation: Preallocation,
 ) -> Result<(), ImageError> {
@@ -400,8 +400,8 @@ async fn preallocate_data_file<S: Storage>(
 }
 
 /// Allocates space for a range, which then reads as zeroes.
-async fn take_space<S: Storage>(
-    file: &Raw<S>,
+async fn take_space(
+    file: &Raw,
     start: u64,
     len: u64,
     preallocation: Preallocation,

@@ -7,8 +7,6 @@
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
 
-use blockyard_storage::Storage;
-
 use crate::error::{ErrorKind, ImageError};
 use crate::journal::{ImageSafety, Journal, pending};
 use crate::raw::Raw;
@@ -59,13 +57,13 @@ pub struct Qcow2Options {
     pub safety: ImageSafety,
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Opens the image of `header` (from [`Header::read`]). `data` is the external data file that
     /// it names.
     pub async fn open(
         mut header: Header,
-        file: Raw<S>,
-        data: Option<Raw<S>>,
+        file: Raw,
+        data: Option<Raw>,
         options: &Qcow2Options,
     ) -> Result<Self, ImageError> {
         let (mut safety, mut resumed) = (ImageSafety::default(), None);
@@ -153,9 +151,9 @@ fn safety_of(header: &Header, options: &Qcow2Options) -> ImageSafety {
 
 /// Checks that the image may be written to. Repairs what a power cut may have left: outdated
 /// refcounts (the dirty bit), and leaked clusters.
-async fn make_writable<S: Storage>(
-    file: &Raw<S>,
-    data: Option<&Raw<S>>,
+async fn make_writable(
+    file: &Raw,
+    data: Option<&Raw>,
     header: &mut Header,
     options: &Qcow2Options,
     resumed: &Option<Resumed>,
@@ -187,10 +185,7 @@ async fn make_writable<S: Storage>(
 }
 
 /// Checks all references. Returns false if the image must be repaired before it is written to.
-async fn check_references<S: Storage>(
-    file: &Raw<S>,
-    data: Option<&Raw<S>>,
-) -> Result<bool, ImageError> {
+async fn check_references(file: &Raw, data: Option<&Raw>) -> Result<bool, ImageError> {
     let data_len = match data {
         Some(data) => Some(file::length(data).await?),
         None => None,
@@ -220,7 +215,7 @@ async fn check_references<S: Storage>(
     Ok(found.unset_flags + found.leaks == 0)
 }
 
-async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, ImageError> {
+async fn read_l1(file: &Raw, header: &Header) -> Result<L1, ImageError> {
     let (offset, layout) = (header.l1_offset, entry::EntryFormat::of(header));
     let read = file::read_l1(file, offset, header.l1_size.into()).await?;
     let entries: Vec<u64> = read.chunks_exact(8).map(|b| bytes::be64(b, 0)).collect();
@@ -232,10 +227,7 @@ async fn read_l1<S: Storage>(file: &Raw<S>, header: &Header) -> Result<L1, Image
     Ok(L1 { offset, entries, dirty: Default::default() })
 }
 
-async fn read_refcount_table<S: Storage>(
-    file: &Raw<S>,
-    header: &Header,
-) -> Result<Vec<u64>, ImageError> {
+async fn read_refcount_table(file: &Raw, header: &Header) -> Result<Vec<u64>, ImageError> {
     let (offset, layout) = (header.refcount_table_offset, entry::EntryFormat::of(header));
     let len = u64::from(header.refcount_table_clusters) * header.cluster_size();
     let read = bytes::read(file, offset, len as usize).await;
@@ -255,11 +247,7 @@ async fn read_refcount_table<S: Storage>(
 
 /// Returns the number of clusters up to the last one with a refcount, for an image on a block
 /// device.
-async fn last_counted<S: Storage>(
-    file: &Raw<S>,
-    header: &Header,
-    table: &[u64],
-) -> Result<u64, ImageError> {
+async fn last_counted(file: &Raw, header: &Header, table: &[u64]) -> Result<u64, ImageError> {
     let width = header.refcount_width();
     let per_block = width.per_block(header.cluster_size());
     for (block, &offset) in table.iter().enumerate().rev().filter(|(_, offset)| **offset != 0) {

@@ -50,8 +50,8 @@ fn copies_semaphore() -> Arc<Semaphore> {
 
 /// A raw image on one reactor. Clones, and handles made from one file, share the range lock.
 #[derive(Clone)]
-pub struct Raw<S> {
-    storage: S,
+pub struct Raw {
+    storage: Store,
     alignment: Alignment,
     /// Alignment of zeroing and discarding in bytes. A block device refuses parts of its logical
     /// blocks.
@@ -63,16 +63,14 @@ pub struct Raw<S> {
     zeroes: Arc<Semaphore>,
 }
 
-impl Raw<Store> {
+impl Raw {
     /// Opens a raw image, or the raw file of another format, on one reactor.
     pub fn open(file: &ImageFile, handle: &Handle) -> io::Result<Self> {
         Ok(Raw::new(file.storage(handle)?, file.range_lock().clone()))
     }
-}
 
-impl<S: Storage> Raw<S> {
     /// Makes the image on `storage`. All reactors with the same open file share `lock`.
-    pub fn new(storage: S, lock: Arc<RangeLock>) -> Self {
+    pub fn new(storage: Store, lock: Arc<RangeLock>) -> Self {
         let unit = if storage.capabilities().fixed_length {
             u64::from(storage.geometry().logical_block)
         } else {
@@ -83,9 +81,9 @@ impl<S: Storage> Raw<S> {
     }
 
     /// Makes an image on storage that does not report its alignment.
-    pub fn on(storage: S, alignment: Alignment) -> Self {
+    pub fn on(storage: impl Into<Store>, alignment: Alignment) -> Self {
         Raw {
-            storage,
+            storage: storage.into(),
             alignment,
             unit: 1,
             exact: true,
@@ -240,7 +238,7 @@ impl<S: Storage> Raw<S> {
         })
     }
 
-    pub fn storage(&self) -> &S {
+    pub fn storage(&self) -> &Store {
         &self.storage
     }
 

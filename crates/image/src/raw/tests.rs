@@ -102,7 +102,7 @@ fn run<T: 'static>(work: impl Future<Output = T> + 'static) -> T {
     Sim::new(1).block_on(work).unwrap()
 }
 
-async fn take<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
+async fn take(raw: &Raw, offset: u64, len: usize) -> Vec<u8> {
     let (segments, result) = raw.read(Segments::buffer(len), offset).await;
     result.unwrap();
     let mut bytes = vec![0; len];
@@ -114,7 +114,7 @@ async fn take<S: Storage>(raw: &Raw<S>, offset: u64, len: usize) -> Vec<u8> {
 fn bytes_behind_the_end_of_a_file_are_never_read_nor_written() {
     for shape in [DIRECT, BLOCKS] {
         let junk = Junk::of(5000);
-        let raw = Raw::on(junk.clone(), shape);
+        let raw = Raw::on(Store::other(junk.clone()), shape);
         run(async move {
             let expected: Vec<u8> = [vec![7; 392], vec![0; 120]].concat();
             assert_eq!(take(&raw, 4608, 512).await, expected, "{shape:?}");
@@ -129,7 +129,7 @@ fn bytes_behind_the_end_of_a_file_are_never_read_nor_written() {
 #[test]
 fn a_whole_block_write_at_the_end_keeps_the_length() {
     let junk = Junk::of(9 * 512);
-    let raw = Raw::on(junk.clone(), BLOCKS);
+    let raw = Raw::on(Store::other(junk.clone()), BLOCKS);
     let resized = junk.resized_to.clone();
     run(async move {
         raw.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap();
@@ -148,7 +148,7 @@ fn a_write_of_the_last_block_does_not_undo_a_growth() {
     for size in [9 * 512 + 512, 8192, 1 << 20] {
         for turns in 0..12 {
             let junk = Junk { has_slow_len: true, ..Junk::of(9 * 512) };
-            let (raw, sim) = (Raw::on(junk.clone(), BLOCKS), Sim::new(1));
+            let (raw, sim) = (Raw::on(Store::other(junk.clone()), BLOCKS), Sim::new(1));
             let writing = raw.clone();
             let write = sim.spawn(async move {
                 writing.write(Segments::from_bytes(&[9; 512]), 4096, true).await.1.unwrap()
@@ -170,7 +170,7 @@ fn a_write_of_the_last_block_does_not_undo_a_growth() {
 #[test]
 fn a_longer_file_does_not_become_shorter() {
     let junk = Junk::of(9 * 512);
-    let raw = Raw::on(junk.clone(), BLOCKS);
+    let raw = Raw::on(Store::other(junk.clone()), BLOCKS);
     assert_eq!(run(async move { raw.grow(512).await.unwrap() }), 9 * 512);
     assert_eq!(junk.bytes.borrow().len(), 9 * 512);
 }
@@ -178,8 +178,10 @@ fn a_longer_file_does_not_become_shorter() {
 #[test]
 fn a_block_device_gets_requests_of_whole_blocks_only() {
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
-    let raw =
-        Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
+    let raw = Raw {
+        unit: 4096,
+        ..Raw::on(Store::other(junk.clone()), Alignment { memory_align: 1, offset_align: 1 })
+    };
     let (calls, check) = (junk.clone(), junk.clone());
     run(async move {
         raw.discard(512, 12288).await.unwrap();
@@ -239,8 +241,10 @@ fn fast_zeroes_are_never_written_as_data() {
     assert!(disk.trace().iter().all(|t| t.kind != OpKind::Write));
     // On a device, ranges smaller than its block.
     let junk = Junk { whole_blocks: 4096, ..Junk::of(1 << 16) };
-    let raw =
-        Raw { unit: 4096, ..Raw::on(junk.clone(), Alignment { memory_align: 1, offset_align: 1 }) };
+    let raw = Raw {
+        unit: 4096,
+        ..Raw::on(Store::other(junk.clone()), Alignment { memory_align: 1, offset_align: 1 })
+    };
     run(async move {
         raw.write_zeroes_fast(4096, 8192, true).await.unwrap();
         assert_eq!(junk.calls(), ["zero 4096+8192"]);
@@ -262,7 +266,7 @@ fn fits_checks_the_o_direct_alignment() {
         segments
     };
     let shape = |memory_align, offset_align| {
-        Raw::on(Junk::default(), Alignment { memory_align, offset_align })
+        Raw::on(Store::other(Junk::default()), Alignment { memory_align, offset_align })
     };
     let odd = [(1, 512), (1024, 512)];
     let torn = [(0, 256), (1024, 768)];
@@ -333,7 +337,7 @@ fn a_write_never_undoes_zeroes_in_the_rest_of_the_sector() {
         // The zeroed range begins, ends, or lies inside the sector that is written.
         for (offset, len) in [(100, 50), (100, 2000), (512 - 50, 600 + 50)] {
             let junk = Junk::of(1 << 16);
-            let raw = Raw::on(SlowReads(junk.clone()), DIRECT);
+            let raw = Raw::on(Store::other(SlowReads(junk.clone())), DIRECT);
             let sim = Sim::new(1);
             let write = {
                 let (raw, at) = (raw.clone(), if offset > 400 { 1100 + 20 } else { 10 });

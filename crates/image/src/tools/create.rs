@@ -73,11 +73,7 @@ pub fn create(path: &Path, files: &OpenedFiles, new: NewImage) -> Result<(), Cha
     }
 }
 
-async fn create_raw<S: Storage>(
-    raw: &Raw<S>,
-    size: u64,
-    preallocation: Preallocation,
-) -> Result<(), ImageError> {
+async fn create_raw(raw: &Raw, size: u64, preallocation: Preallocation) -> Result<(), ImageError> {
     let failed = |operation: &'static str| move |e| ImageError::io("raw image", None, operation, e);
     raw.storage().set_len(size).await.map_err(failed("setting its length"))?;
     take_space(raw, 0, size, preallocation).await?;
@@ -85,8 +81,8 @@ async fn create_raw<S: Storage>(
 }
 
 /// Allocates the host's space for a range that reads as zeroes.
-pub(super) async fn take_space<S: Storage>(
-    raw: &Raw<S>,
+pub(super) async fn take_space(
+    raw: &Raw,
     start: u64,
     end: u64,
     preallocation: Preallocation,

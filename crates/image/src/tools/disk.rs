@@ -5,13 +5,10 @@ use std::sync::Arc;
 
 use blockyard_ring::{Handle, Segments};
 
-use blockyard_storage::Storage;
-
 use crate::chain::{Chain, ChainError};
 use crate::error::ImageError;
 use crate::extent::BlockStatus;
 use crate::layers::image::Image;
-use blockyard_storage::Store;
 
 use super::reactors::on_reactor;
 use crate::layers::layout_scan;
@@ -19,15 +16,15 @@ use crate::layers::layout_scan;
 const DATA: &str = "the disk";
 
 /// An open chain on one reactor.
-pub struct Disk<S> {
-    pub image: Image<S>,
+pub struct Disk {
+    pub image: Image,
     path: PathBuf,
     /// For each layer: whether it has clusters that were never written, so that holes of its file
     /// read as zeroes.
     sparse: Vec<bool>,
 }
 
-impl Disk<Store> {
+impl Disk {
     /// Makes one reactor's view of a chain.
     pub async fn of(chain: &Chain, handle: &Handle) -> Result<Self, ChainError> {
         let path = chain.options().path.clone();
@@ -39,9 +36,9 @@ impl Disk<Store> {
     }
 }
 
-impl<S: Storage> Disk<S> {
+impl Disk {
     /// Makes a disk of an image; `path` is its name in errors.
-    pub async fn new(image: Image<S>, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
+    pub async fn new(image: Image, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
         let path = path.into();
         let mut disk = Disk { image, path, sparse: Vec::new() };
         disk.sparse = layout_scan::sparse_layers(disk.image.layers())

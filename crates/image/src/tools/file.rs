@@ -8,7 +8,6 @@ use crate::chain::ChainError;
 use crate::error::ImageError;
 use crate::raw::Raw;
 use blockyard_storage::CacheMode;
-use blockyard_storage::Store;
 use blockyard_storage::{ImageFile, OpenOptions};
 
 use super::reactors::on_reactor;
@@ -19,7 +18,7 @@ pub fn open_file(path: &Path, read_only: bool) -> Result<ImageFile, ChainError> 
 }
 
 /// Opens the file for raw access on a reactor.
-pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw<Store>, ChainError> {
+pub(super) fn raw_of(handle: &Handle, file: &ImageFile) -> Result<Raw, ChainError> {
     Raw::open(file, handle)
         .map_err(|e| of_file(file, ImageError::io("file", None, "opening it for io_uring", e)))
 }
@@ -33,14 +32,14 @@ pub(super) fn of_file(file: &ImageFile, error: ImageError) -> ChainError {
 pub fn on_file<T: 'static>(
     path: &Path,
     read_only: bool,
-    work: impl AsyncFnOnce(Raw<Store>) -> Result<T, ImageError> + 'static,
+    work: impl AsyncFnOnce(Raw) -> Result<T, ImageError> + 'static,
 ) -> Result<T, ChainError> {
     on_open_file(open_file(path, read_only)?, work)
 }
 
 pub(super) fn on_open_file<T: 'static>(
     file: ImageFile,
-    work: impl AsyncFnOnce(Raw<Store>) -> Result<T, ImageError> + 'static,
+    work: impl AsyncFnOnce(Raw) -> Result<T, ImageError> + 'static,
 ) -> Result<T, ChainError> {
     on_reactor(|handle| async move {
         work(raw_of(&handle, &file)?).await.map_err(|e| of_file(&file, e))

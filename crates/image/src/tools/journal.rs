@@ -14,7 +14,7 @@ use crate::journal::{ImageKey, JournalStore, Session, StateFolder, StoreError, m
 use crate::layers::format::Format;
 use crate::qcow2::{Header, IncompleteCluster};
 use crate::raw::Raw;
-use blockyard_storage::{CacheMode, Store};
+use blockyard_storage::CacheMode;
 
 use super::file::{of_file, raw_of};
 use super::reactors::on_reactor;
@@ -22,10 +22,7 @@ use super::reactors::on_reactor;
 const STRUCTURE: &str = "journal of the image";
 
 /// Returns the session that an image is marked with.
-pub(crate) async fn session_of(
-    raw: &Raw<Store>,
-    format: Format,
-) -> Result<Option<Session>, ImageError> {
+pub(crate) async fn session_of(raw: &Raw, format: Format) -> Result<Option<Session>, ImageError> {
     match format {
         Format::Raw => Ok(None),
         Format::Qcow2 => Ok(Header::read_for_check(raw).await?.session()),
@@ -46,7 +43,7 @@ pub enum Pending {
 
 async fn journal_of(
     file: &ImageFile,
-    raw: &Raw<Store>,
+    raw: &Raw,
     format: Format,
 ) -> Result<Option<Pending>, ImageError> {
     let Some(session) = session_of(raw, format).await? else { return Ok(None) };

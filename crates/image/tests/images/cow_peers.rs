@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
-use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions, Raw, Store};
+use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions, Raw};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{Rng, pattern};
 
@@ -74,7 +74,7 @@ impl Host {
         Host { executor: Executor::new().unwrap(), cache }
     }
 
-    fn raw(&self, path: &Path) -> Raw<Store> {
+    fn raw(&self, path: &Path) -> Raw {
         if !path.exists() {
             File::create_new(path).unwrap();
         }

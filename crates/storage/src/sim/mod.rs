@@ -8,6 +8,7 @@
 //!   power     counts events, and cuts the power
 //!   oracle    `Oracle`: what a disk may hold after a power cut; checks any disk
 //!   fault     errors to inject
+//!   liar      `Liar`: a disk with a defect, for tests of tests
 //!   journal   records operations on real files, to simulate power cuts afterwards
 //! ```
 //!
@@ -42,6 +43,7 @@
 mod disk;
 mod fault;
 mod journal;
+mod liar;
 mod media;
 mod oracle;
 mod power;
@@ -54,6 +56,7 @@ mod trace;
 pub use disk::{Latency, SimConfig, SimDisk};
 pub use fault::{Fault, FaultError};
 pub use journal::{Journal, LeftFile, Recorded, Replay};
+pub use liar::{Liar, Lie};
 pub use media::SimImage;
 pub use oracle::{FlushToken, Mismatch, Oracle, ReadToken, WriteToken, pattern};
 pub use power::Power;

@@ -11,7 +11,7 @@ use std::task::{Context, Waker};
 
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::tools::{NewImage, create};
-use blockyard_image::{CacheMode, ChainOptions, Store};
+use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::{Executor, Handle, Segments};
 
 use super::*;
@@ -77,12 +77,12 @@ impl Token for Note {
     fn take_back(self, _: Segments) {}
 }
 
-async fn ask(served: &LocalDisk<Store>, op: Op) -> Status {
+async fn ask(served: &LocalDisk, op: Op) -> Status {
     ask_by(served, op, false).await.unwrap()
 }
 
 /// Returns the answer, if there is one.
-async fn ask_by(served: &LocalDisk<Store>, op: Op, is_repeated: bool) -> Option<Status> {
+async fn ask_by(served: &LocalDisk, op: Op, is_repeated: bool) -> Option<Status> {
     let status = Rc::new(Cell::new(None));
     let note = Note { status: status.clone(), is_repeated };
     let request = Request::new(op, 0, SIZE, Segments::default(), Instant::now(), note);
@@ -91,7 +91,7 @@ async fn ask_by(served: &LocalDisk<Store>, op: Op, is_repeated: bool) -> Option<
 }
 
 /// Fills the disk with data.
-async fn fill(served: &LocalDisk<Store>) {
+async fn fill(served: &LocalDisk) {
     let image = served.image.borrow().clone();
     let data = Segments::from_bytes(&vec![7; SIZE as usize]);
     image.backend.write(data, 0, false).await.1.unwrap();
@@ -99,7 +99,7 @@ async fn fill(served: &LocalDisk<Store>) {
 }
 
 /// Returns the first and the last byte of the disk.
-async fn ends(served: &LocalDisk<Store>) -> (u8, u8) {
+async fn ends(served: &LocalDisk) -> (u8, u8) {
     let image = served.image.borrow().clone();
     let (segments, result) = image.backend.read(Segments::buffer(SIZE as usize), 0).await;
     result.unwrap();
@@ -109,13 +109,13 @@ async fn ends(served: &LocalDisk<Store>) -> (u8, u8) {
 }
 
 /// Begins a request, which then has done a part.
-fn begin<'a>(served: &'a LocalDisk<Store>, op: Op) -> Pin<Box<dyn Future<Output = Status> + 'a>> {
+fn begin<'a>(served: &'a LocalDisk, op: Op) -> Pin<Box<dyn Future<Output = Status> + 'a>> {
     let mut request: Pin<Box<dyn Future<Output = Status> + 'a>> = Box::pin(ask(served, op));
     assert!(request.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
     request
 }
 
-fn run(test: impl AsyncFnOnce(Handle, Rc<LocalDisk<Store>>) + 'static) {
+fn run(test: impl AsyncFnOnce(Handle, Rc<LocalDisk>) + 'static) {
     let image = Image::new();
     let disk = image.disk();
     let executor = Executor::new().unwrap();

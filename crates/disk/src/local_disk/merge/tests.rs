@@ -7,7 +7,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Instant;
 
-use blockyard_image::{Alignment, Raw};
+use blockyard_image::{Alignment, Raw, Storage};
 use blockyard_ring::{GuestMemory, Region};
 use blockyard_storage::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
 use proptest::prelude::*;
@@ -39,7 +39,7 @@ type Ask = (Op, u64, u64);
 /// A guest's memory, a disk, and a queue that passes batches from one to the other.
 struct Stage {
     sim: SimDisk,
-    served: LocalDisk<SimDisk>,
+    served: LocalDisk,
     memory: Rc<GuestMemory>,
     merges: bool,
 }

@@ -43,7 +43,7 @@ impl Token for Note {
 struct Stage {
     sim: SimHandle,
     storage: SimDisk,
-    served: Rc<LocalDisk<SimDisk>>,
+    served: Rc<LocalDisk>,
 }
 
 impl Stage {

@@ -8,7 +8,7 @@ use super::*;
 const SIZE: u64 = 16 << 20;
 
 /// Creates an image with clusters of 512 bytes, and opens it.
-async fn image() -> (SimDisk, LocalDisk<SimDisk>) {
+async fn image() -> (SimDisk, LocalDisk) {
     let sim = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
     let raw = || Raw::on(sim.clone(), Alignment { memory_align: 1, offset_align: 1 });
     let create = CreateOptions { cluster_size: 512, ..CreateOptions::new(SIZE) };

@@ -29,7 +29,7 @@ struct Stage {
     handle: Handle,
     device: SimDisk,
     disk: Arc<Disk>,
-    reactors: [Rc<LocalDisk<SimDisk>>; 2],
+    reactors: [Rc<LocalDisk>; 2],
     begun: Instant,
     /// Number of requests that were submitted.
     submitted: Cell<usize>,

@@ -6,7 +6,6 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::{GuestMemory, PendingReply, Remote, park};
-use blockyard_storage::Storage;
 
 use super::{DeviceState, Marks, Queue, QueueSetup, Queues};
 use crate::Reactors;
@@ -127,7 +126,7 @@ impl QueueHandle {
     }
 }
 
-impl<S: Storage + 'static> Queue<S> {
+impl Queue {
     /// Waits until the queue is not held, or must stop.
     pub(super) async fn released(&self) {
         while self.held.get() && self.stopping.borrow().is_none() {

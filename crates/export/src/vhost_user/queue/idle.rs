@@ -5,7 +5,6 @@ use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
 use blockyard_ring::park;
-use blockyard_storage::Storage;
 
 use super::Queue;
 use crate::{budget, placement};
@@ -13,7 +12,7 @@ use crate::{budget, placement};
 /// The time from which queues without kicks count their looks, the same one for all.
 pub(super) static START: LazyLock<Instant> = LazyLock::new(Instant::now);
 
-impl<S: Storage + 'static> Queue<S> {
+impl Queue {
     /// Waits before the requests of the previous back end, which count as new ones for a throttle
     /// that is still in debt. If the queue drains, it waits for these requests too, because the
     /// in-flight region contains them. If the export ends, they wait no longer.

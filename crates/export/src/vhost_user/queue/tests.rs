@@ -29,7 +29,7 @@ const REQUESTS: usize = 400;
 
 /// The running queue of the executor.
 #[derive(Default)]
-struct Running(RefCell<Option<Rc<Queue<SimDisk>>>>);
+struct Running(RefCell<Option<Rc<Queue>>>);
 
 /// A request that the driver has sent.
 enum Sent {
@@ -43,7 +43,7 @@ struct Load<R> {
     rng: Rng,
     device: Arc<DeviceState>,
     sim: SimDisk,
-    served: Rc<LocalDisk<SimDisk>>,
+    served: Rc<LocalDisk>,
     memory: Memory,
     options: RingOptions,
     driver: Driver<R>,

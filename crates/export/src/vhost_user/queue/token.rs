@@ -4,17 +4,16 @@ use std::rc::Rc;
 
 use blockyard_disk::{Status, Token};
 use blockyard_ring::Segments;
-use blockyard_storage::Storage;
 
 use super::Queue;
 
 /// Identifies the chain of a request.
-pub(super) struct ChainToken<S: Storage + 'static> {
-    pub queue: Rc<Queue<S>>,
+pub(super) struct ChainToken {
+    pub queue: Rc<Queue>,
     pub id: u16,
 }
 
-impl<S: Storage + 'static> Token for ChainToken<S> {
+impl Token for ChainToken {
     #[inline]
     fn answer(self, status: Status, segments: Segments) {
         self.queue.answered(self.id, status, segments);

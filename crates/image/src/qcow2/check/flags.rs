@@ -7,8 +7,6 @@
 
 use std::collections::HashSet;
 
-use blockyard_storage::Storage;
-
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use super::walk::{PIECE_ENTRIES, l2_entries};
@@ -36,8 +34,8 @@ pub enum ClearCopied {
 }
 
 /// Check of the active tables.
-pub struct Flags<'a, S> {
-    pub file: &'a Raw<S>,
+pub struct Flags<'a> {
+    pub file: &'a Raw,
     pub header: &'a Header,
     pub layout: EntryFormat,
     pub file_len: u64,
@@ -67,7 +65,7 @@ impl TableBuffer {
     }
 
     /// Writes the changed sectors.
-    async fn write<S: Storage>(&self, file: &Raw<S>, structure: &str) -> Result<(), ImageError> {
+    async fn write(&self, file: &Raw, structure: &str) -> Result<(), ImageError> {
         let Some((first, last)) = self.changed else { return Ok(()) };
         let (start, end) = (first & !511, (last + 8).next_multiple_of(512).min(self.bytes.len()));
         let write = bytes::write(file, self.at + start as u64, &self.bytes[start..end]).await;
@@ -75,7 +73,7 @@ impl TableBuffer {
     }
 }
 
-impl<S: Storage> Flags<'_, S> {
+impl Flags<'_> {
     /// Checks all entries, and repairs flags if requested.
     pub async fn run(&mut self) -> Result<(), ImageError> {
         let mut seen = HashSet::new();

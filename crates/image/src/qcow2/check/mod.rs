@@ -68,8 +68,8 @@ struct RepairPlan<'a> {
 
 /// Checks an image, and repairs it if requested. `data_file_len`: length of the external data file
 /// in bytes, if it is open.
-pub async fn check<S: Storage>(
-    file: &Raw<S>,
+pub async fn check(
+    file: &Raw,
     data_file_len: Option<u64>,
     repair: Repair,
 ) -> Result<Report, ImageError> {
@@ -77,8 +77,8 @@ pub async fn check<S: Storage>(
 }
 
 /// Like [`check`], with limits: counts beyond them take further passes over the image.
-pub async fn check_within<S: Storage>(
-    file: &Raw<S>,
+pub async fn check_within(
+    file: &Raw,
     data_file_len: Option<u64>,
     repair: Repair,
     limits: Limits,
@@ -138,15 +138,12 @@ fn mended_by_opening(header: &Header, found: &Tally) -> u64 {
 /// Does the repair that the dirty bit demands before writes: recomputes refcounts and COPIED flags
 /// from the tables, and clears the bit. Returns the header as written. Fails without a write if
 /// anything else is wrong.
-pub async fn rebuild_refcounts<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+pub async fn rebuild_refcounts(file: &Raw) -> Result<Header, ImageError> {
     rebuild_with(file, true).await
 }
 
 /// Like [`rebuild_refcounts`]. `deallocate`: whether clusters that become free lose their data.
-pub(super) async fn rebuild_with<S: Storage>(
-    file: &Raw<S>,
-    deallocate: bool,
-) -> Result<Header, ImageError> {
+pub(super) async fn rebuild_with(file: &Raw, deallocate: bool) -> Result<Header, ImageError> {
     let header = Header::read(file).await?;
     flush(file).await?;
     let mut headers = [header];
@@ -158,10 +155,7 @@ pub(super) async fn rebuild_with<S: Storage>(
 }
 
 /// Follows and counts all references. Fails if anything is wrong that a recount does not repair.
-pub(super) async fn inspect<S: Storage>(
-    file: &Raw<S>,
-    header: &Header,
-) -> Result<Tally, ImageError> {
+pub(super) async fn inspect(file: &Raw, header: &Header) -> Result<Tally, ImageError> {
     let found = pass(file, std::slice::from_ref(header), None, None, Limits::default()).await?;
     if let Some(finding) = &found.severe {
         let what =
@@ -188,8 +182,8 @@ pub(super) async fn inspect<S: Storage>(
 }
 
 /// Corrects refcounts and flags after [`inspect`], durably. Returns the offset of the image's end.
-pub(super) async fn recount<S: Storage>(
-    file: &Raw<S>,
+pub(super) async fn recount(
+    file: &Raw,
     headers: &mut [Header; 1],
     found: &Tally,
     deallocate: bool,
@@ -202,10 +196,7 @@ pub(super) async fn recount<S: Storage>(
 
 /// Clears flags and raises refcounts until both of two states of an image are safe. Durable on
 /// return. The first header is the one in the file.
-pub(super) async fn cover<S: Storage>(
-    file: &Raw<S>,
-    headers: &mut [Header; 2],
-) -> Result<(), ImageError> {
+pub(super) async fn cover(file: &Raw, headers: &mut [Header; 2]) -> Result<(), ImageError> {
     let limits = Limits::default();
     let mut known = pass(file, headers, None, None, limits).await?;
     if known.rebuild {
@@ -225,8 +216,8 @@ pub(super) async fn cover<S: Storage>(
 }
 
 /// Repairs the findings, durably. Returns the offset of the image's end.
-async fn mend<S: Storage>(
-    file: &Raw<S>,
+async fn mend(
+    file: &Raw,
     headers: &mut [Header; 1],
     data_file_len: Option<u64>,
     found: &Tally,
@@ -272,8 +263,8 @@ async fn mend<S: Storage>(
 }
 
 /// Clears incompatible bits, if set, after everything else is durable.
-pub(super) async fn clear_bits<S: Storage>(
-    file: &Raw<S>,
+pub(super) async fn clear_bits(
+    file: &Raw,
     header: &mut Header,
     bits: u64,
 ) -> Result<(), ImageError> {
@@ -287,8 +278,8 @@ pub(super) async fn clear_bits<S: Storage>(
 }
 
 /// Goes through the whole image, several times if the counts do not fit the memory.
-async fn pass<S: Storage>(
-    file: &Raw<S>,
+async fn pass(
+    file: &Raw,
     headers: &[Header],
     data_file_len: Option<u64>,
     changes: Option<RepairPlan<'_>>,
@@ -366,8 +357,8 @@ fn still_complete(now: &Tally, before: &Tally) -> Result<(), ImageError> {
 
 /// Counts the references to clusters from `start` on, as far as the memory allows. With several
 /// headers, takes the largest count of each cluster in these states of the image.
-async fn count<S: Storage>(
-    file: &Raw<S>,
+async fn count(
+    file: &Raw,
     headers: &[Header],
     refcounts: Option<&Refcounts>,
     start: u64,
@@ -398,8 +389,8 @@ async fn count<S: Storage>(
 
 /// Writes new refcount structures behind everything that was found, and switches the image to them.
 /// If the counts are incomplete, no readable refcount is lowered.
-async fn rebuild<S: Storage>(
-    file: &Raw<S>,
+async fn rebuild(
+    file: &Raw,
     headers: &mut [Header],
     found: &Tally,
     limits: Limits,
@@ -439,8 +430,8 @@ async fn rebuild<S: Storage>(
 }
 
 /// Raises counts to the refcounts that can be read.
-async fn keep_stored<S: Storage>(
-    file: &Raw<S>,
+async fn keep_stored(
+    file: &Raw,
     old: &Refcounts,
     counts: &mut Counts,
     file_len: u64,

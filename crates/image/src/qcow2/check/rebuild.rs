@@ -4,8 +4,6 @@
 //! end of the file. The caller switches the image to them by one write of the header's sector.
 //! Invariants: no existing data are overwritten; the new structures count themselves.
 
-use blockyard_storage::Storage;
-
 use crate::error::ImageError;
 use crate::qcow2::encoding::bytes;
 use crate::qcow2::encoding::header::{Header, MAX_REFCOUNT_TABLE_BYTES};
@@ -15,8 +13,8 @@ use crate::raw::Raw;
 const STRUCTURE: &str = "qcow2 refcount table";
 
 /// Writer of new refcount structures.
-pub struct Builder<'a, S> {
-    file: &'a Raw<S>,
+pub struct Builder<'a> {
+    file: &'a Raw,
     width: RefcountWidth,
     cluster_bits: u32,
     /// First cluster of the new structures, and the next free one.
@@ -28,10 +26,10 @@ pub struct Builder<'a, S> {
     current: Option<(u64, Vec<u8>)>,
 }
 
-impl<'a, S: Storage> Builder<'a, S> {
+impl<'a> Builder<'a> {
     /// Creates a builder of new structures at `end`, the offset behind all references and all data
     /// of the file.
-    pub fn new(file: &'a Raw<S>, header: &Header, end: u64) -> Self {
+    pub fn new(file: &'a Raw, header: &Header, end: u64) -> Self {
         let first = end.div_ceil(header.cluster_size());
         let width = header.refcount_width();
         Builder {

@@ -34,11 +34,7 @@ pub struct Refcounts {
 
 impl Refcounts {
     /// Reads the refcount table. Reports unusable entries, and ignores them.
-    pub async fn load<S: Storage>(
-        file: &Raw<S>,
-        header: &Header,
-        tally: &mut Tally,
-    ) -> Result<Self, ImageError> {
+    pub async fn load(file: &Raw, header: &Header, tally: &mut Tally) -> Result<Self, ImageError> {
         let structure = "qcow2 refcount table";
         let at = header.refcount_table_offset;
         let file_len =
@@ -99,11 +95,7 @@ impl Refcounts {
     }
 
     /// Reads a refcount block at an offset.
-    pub async fn read_block<S: Storage>(
-        &self,
-        file: &Raw<S>,
-        block: u64,
-    ) -> Result<Vec<u8>, ImageError> {
+    pub async fn read_block(&self, file: &Raw, block: u64) -> Result<Vec<u8>, ImageError> {
         let read = bytes::read(file, block, 1 << self.cluster_bits).await;
         read.map_err(|e| ImageError::io("qcow2 refcount block", block, "reading", e))
     }
@@ -111,8 +103,8 @@ impl Refcounts {
 
 /// Comparison of the stored refcounts with the counted references. Repairs refcounts in place if
 /// requested.
-pub struct Compare<'a, S> {
-    pub file: &'a Raw<S>,
+pub struct Compare<'a> {
+    pub file: &'a Raw,
     pub refcounts: &'a Refcounts,
     pub counts: &'a mut Counts,
     pub tally: &'a mut Tally,
@@ -130,7 +122,7 @@ pub struct RefcountRepair {
     pub deallocate: bool,
 }
 
-impl<S: Storage> Compare<'_, S> {
+impl Compare<'_> {
     /// Compares all refcounts of the clusters that the counts cover (their window).
     pub async fn run(&mut self) -> Result<(), ImageError> {
         let (window, per_block) = (self.counts.window(), self.refcounts.per_block());

@@ -10,8 +10,6 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::ops::Bound;
 
-use blockyard_storage::Storage;
-
 use super::counts::Counts;
 use super::report::{FindingKind, Tally};
 use super::stored::Refcounts;
@@ -79,8 +77,8 @@ impl DistinctTables {
 }
 
 /// Walk over all tables of an image.
-pub struct Walk<'a, S> {
-    pub file: &'a Raw<S>,
+pub struct Walk<'a> {
+    pub file: &'a Raw,
     pub header: &'a Header,
     pub layout: EntryFormat,
     pub file_len: u64,
@@ -90,7 +88,7 @@ pub struct Walk<'a, S> {
     pub tables_at_once: usize,
 }
 
-impl<S: Storage> Walk<'_, S> {
+impl Walk<'_> {
     /// Counts all references; `refcounts`: those of the refcount structures too.
     pub async fn count(&mut self, refcounts: Option<&Refcounts>) {
         self.metadata(Site { structure: format_args!("qcow2 header"), at: 0 }, 0, 1);

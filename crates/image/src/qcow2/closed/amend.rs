@@ -4,8 +4,6 @@
 //! header is replaced atomically (`encoding::rewrite`), so a power cut leaves the old options or
 //! the new ones.
 
-use blockyard_storage::Storage;
-
 use super::change::OfflineChange;
 use crate::error::ImageError;
 use crate::qcow2::encoding::file::flush;
@@ -27,7 +25,7 @@ pub struct Amend {
 }
 
 /// Changes the options. Durable when it returns.
-pub async fn amend<S: Storage>(file: &Raw<S>, wanted: Amend) -> Result<(), ImageError> {
+pub async fn amend(file: &Raw, wanted: Amend) -> Result<(), ImageError> {
     // Repairs an image that is marked dirty. Afterwards, without lazy refcounts or in version 2,
     // nothing would demand that repair.
     let change = OfflineChange::begin(file).await?;

@@ -4,8 +4,6 @@
 //! Invariant: at every power cut the image names the old file with its format, or the new one with
 //! its format (`encoding::rewrite`).
 
-use blockyard_storage::Storage;
-
 use crate::error::ImageError;
 use crate::qcow2::encoding::header::{
     AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header, MAX_BACKING_NAME,
@@ -20,8 +18,8 @@ const STRUCTURE: &str = "qcow2 backing file name";
 /// Stores another backing file's name and format, or that there is no backing file. The caller must
 /// keep the guest's data unchanged. On return the change is durable, and `header` equals the header
 /// in the file.
-pub async fn set_backing<S: Storage>(
-    file: &Raw<S>,
+pub async fn set_backing(
+    file: &Raw,
     header: &mut Header,
     backing: Option<(&str, &str)>,
 ) -> Result<(), ImageError> {
@@ -29,8 +27,8 @@ pub async fn set_backing<S: Storage>(
 }
 
 /// `kept`: the autoclear bits that stay.
-async fn replace_backing<S: Storage>(
-    file: &Raw<S>,
+async fn replace_backing(
+    file: &Raw,
     header: &mut Header,
     backing: Option<(&str, &str)>,
     kept: u64,
@@ -53,7 +51,7 @@ async fn replace_backing<S: Storage>(
     Ok(())
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Removes the backing file's name from the open image. The image must hold the whole disk, and
     /// no request may be in flight. The image keeps the mark of its journal, which goes on.
     pub(crate) async fn forget_backing(&self) -> Result<(), ImageError> {

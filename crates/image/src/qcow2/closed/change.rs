@@ -31,17 +31,17 @@ use crate::qcow2::encoding::rewrite::rewrite;
 use crate::raw::Raw;
 
 /// A closed image that is being changed, held exclusively.
-pub struct OfflineChange<'a, S> {
-    pub file: &'a Raw<S>,
+pub struct OfflineChange<'a> {
+    pub file: &'a Raw,
     /// The header before the change.
     pub old: Header,
     /// The first cluster behind all used ones.
     end: u64,
 }
 
-impl<'a, S: Storage> OfflineChange<'a, S> {
+impl<'a> OfflineChange<'a> {
     /// Checks the whole image first; refuses to change an inconsistent one.
-    pub async fn begin(file: &'a Raw<S>) -> Result<Self, ImageError> {
+    pub async fn begin(file: &'a Raw) -> Result<Self, ImageError> {
         // Make the data that are read below durable first: a power cut must not undo what later
         // writes rely on.
         flush(file).await?;
@@ -75,7 +75,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
     }
 
     /// Returns an image without checking it. Its tables can be read. It has no free clusters.
-    pub fn unchecked(file: &'a Raw<S>, old: Header) -> Self {
+    pub fn unchecked(file: &'a Raw, old: Header) -> Self {
         OfflineChange { file, old, end: 0 }
     }
 
@@ -150,11 +150,7 @@ impl<'a, S: Storage> OfflineChange<'a, S> {
 }
 
 /// Replaces the header, atomically and durably.
-async fn put_header<S: Storage>(
-    file: &Raw<S>,
-    old: &Header,
-    new: &mut Header,
-) -> Result<(), ImageError> {
+async fn put_header(file: &Raw, old: &Header, new: &mut Header) -> Result<(), ImageError> {
     if new.current_extensions() != old.current_extensions() {
         return rewrite(file, old, new).await;
     }
@@ -163,7 +159,7 @@ async fn put_header<S: Storage>(
 }
 
 /// Truncates the file behind the last cluster in use.
-pub async fn trim<S: Storage>(file: &Raw<S>, end: u64) -> Result<(), ImageError> {
+pub async fn trim(file: &Raw, end: u64) -> Result<(), ImageError> {
     if file.is_device() || length(file).await? <= end {
         return Ok(());
     }

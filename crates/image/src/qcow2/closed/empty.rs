@@ -1,7 +1,5 @@
 //! Empties an image: an overlay after its commit.
 
-use blockyard_storage::Storage;
-
 use super::bitmap;
 use super::change::{OfflineChange, trim};
 use crate::error::ImageError;
@@ -10,7 +8,7 @@ use crate::raw::Raw;
 
 /// Drops all clusters of the disk atomically, so that it reads as its backing file, or as zeroes.
 /// Snapshots stay. Durable on return.
-pub async fn make_empty<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
+pub async fn make_empty(file: &Raw) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     if new.raw_data_file() {

@@ -5,8 +5,6 @@
 
 use std::time::Duration;
 
-use blockyard_storage::Storage;
-
 use super::bitmap;
 use super::change::OfflineChange;
 use crate::error::ImageError;
@@ -20,17 +18,13 @@ use crate::raw::Raw;
 const STRUCTURE: &str = "qcow2 snapshots";
 
 /// Returns the snapshots of an image, oldest first.
-pub async fn list<S: Storage>(file: &Raw<S>) -> Result<Vec<Snapshot>, ImageError> {
+pub async fn list(file: &Raw) -> Result<Vec<Snapshot>, ImageError> {
     let header = Header::read(file).await?;
     Ok(snapshot_table::read(file, &header).await?.0)
 }
 
 /// Takes a snapshot of the disk. `taken`: time since 1970.
-pub async fn create<S: Storage>(
-    file: &Raw<S>,
-    name: &str,
-    taken: Duration,
-) -> Result<Snapshot, ImageError> {
+pub async fn create(file: &Raw, name: &str, taken: Duration) -> Result<Snapshot, ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     if new.has_data_file() {
@@ -90,7 +84,7 @@ pub async fn create<S: Storage>(
 }
 
 /// Restores the disk from a snapshot, including its size. The snapshot stays.
-pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
+pub async fn apply(file: &Raw, name: &str) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     let (snapshots, _) = snapshot_table::read(file, &new).await?;
@@ -128,11 +122,7 @@ pub async fn apply<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageErr
 }
 
 /// Changes `header` to show the disk of a snapshot, for a read-only image.
-pub async fn show<S: Storage>(
-    file: &Raw<S>,
-    header: &mut Header,
-    name: &str,
-) -> Result<(), ImageError> {
+pub async fn show(file: &Raw, header: &mut Header, name: &str) -> Result<(), ImageError> {
     let (snapshots, _) = snapshot_table::read(file, header).await?;
     let snapshot = &snapshots[find(&snapshots, name)?];
     if let Some(fault) = snapshot.l1_fault(header) {
@@ -148,7 +138,7 @@ pub async fn show<S: Storage>(
 }
 
 /// Removes a snapshot; clusters that only it used become free.
-pub async fn delete<S: Storage>(file: &Raw<S>, name: &str) -> Result<(), ImageError> {
+pub async fn delete(file: &Raw, name: &str) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let mut new = change.old.clone();
     let (mut snapshots, _) = snapshot_table::read(file, &new).await?;

@@ -128,8 +128,8 @@ pub fn entry_bytes(name_len: usize, extra_len: usize) -> u64 {
 }
 
 /// Reads the directory: its bytes and its entries.
-pub async fn read<S: Storage>(
-    file: &Raw<S>,
+pub async fn read(
+    file: &Raw,
     extension: &BitmapsExtension,
 ) -> Result<(Vec<u8>, Vec<BitmapEntry>), ImageError> {
     let (offset, size) = (extension.directory_offset, extension.directory_size);

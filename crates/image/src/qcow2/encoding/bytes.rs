@@ -4,8 +4,6 @@ use std::io;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::raw::Raw;
 
 /// Reads a big-endian number at `at`. Its bytes must lie inside `bytes`. The same holds for the
@@ -42,7 +40,7 @@ pub fn words(bytes: &[u8]) -> impl Iterator<Item = (u64, u64)> {
 }
 
 /// Reads `len` bytes at `offset`; bytes behind the end of the file are zeroes.
-pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+pub async fn read(file: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     let mut bytes = vec![0; len];
     if len > 0 {
         let (segments, result) = file.read(Segments::buffer(len), offset).await;
@@ -54,7 +52,7 @@ pub async fn read<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Res
 
 /// Like [`read`], but returns no bytes for a range that is a hole. A crafted sparse file can name
 /// millions of tables that are holes, and to read them would take hours.
-pub async fn read_data<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io::Result<Vec<u8>> {
+pub async fn read_data(file: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8>> {
     match file.data_or_hole(offset, len as u64).await {
         Ok((false, hole)) if hole == len as u64 => Ok(Vec::new()),
         _ => read(file, offset, len).await,
@@ -62,7 +60,7 @@ pub async fn read_data<S: Storage>(file: &Raw<S>, offset: u64, len: usize) -> io
 }
 
 /// Writes bytes at `offset`. Durable after a later flush.
-pub async fn write<S: Storage>(file: &Raw<S>, offset: u64, bytes: &[u8]) -> io::Result<()> {
+pub async fn write(file: &Raw, offset: u64, bytes: &[u8]) -> io::Result<()> {
     if bytes.is_empty() {
         return Ok(());
     }

@@ -7,12 +7,12 @@ use crate::error::ImageError;
 use crate::raw::Raw;
 
 /// Makes all earlier writes durable.
-pub async fn flush<S: Storage>(file: &Raw<S>) -> Result<(), ImageError> {
+pub async fn flush(file: &Raw) -> Result<(), ImageError> {
     file.flush().await.map_err(|e| ImageError::io("qcow2 image", None, "flushing", e))
 }
 
 /// Returns the length of the file in bytes.
-pub async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
+pub async fn length(file: &Raw) -> Result<u64, ImageError> {
     file.storage()
         .len()
         .await
@@ -20,11 +20,7 @@ pub async fn length<S: Storage>(file: &Raw<S>) -> Result<u64, ImageError> {
 }
 
 /// Reads an L1 table of `entries` entries.
-pub async fn read_l1<S: Storage>(
-    file: &Raw<S>,
-    offset: u64,
-    entries: u64,
-) -> Result<Vec<u8>, ImageError> {
+pub async fn read_l1(file: &Raw, offset: u64, entries: u64) -> Result<Vec<u8>, ImageError> {
     let read = bytes::read(file, offset, entries as usize * 8).await;
     read.map_err(|e| ImageError::io("qcow2 L1 table", offset, "reading", e))
 }

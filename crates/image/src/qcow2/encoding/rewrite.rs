@@ -6,8 +6,6 @@
 
 use std::ops::Range;
 
-use blockyard_storage::Storage;
-
 use super::bytes;
 use super::file::flush;
 use super::header::{EXTENSION_FEATURE_NAMES, Header, SECTOR_BYTES};
@@ -18,8 +16,8 @@ const STRUCTURE: &str = "qcow2 header";
 
 /// Replaces `old`, the header in the file, by `new`. On return the change is durable, and `new`
 /// equals the header in the file.
-pub(in crate::qcow2) async fn rewrite<S: Storage>(
-    file: &Raw<S>,
+pub(in crate::qcow2) async fn rewrite(
+    file: &Raw,
     old: &Header,
     new: &mut Header,
 ) -> Result<(), ImageError> {
@@ -52,8 +50,8 @@ pub(in crate::qcow2) async fn rewrite<S: Storage>(
 
 /// Replaces `old` by `new` by one write of the first sector, without a sync. Returns false, and
 /// changes nothing, if they differ in more than the first sector or in length.
-pub(in crate::qcow2) async fn rewrite_first_sector<S: Storage>(
-    file: &Raw<S>,
+pub(in crate::qcow2) async fn rewrite_first_sector(
+    file: &Raw,
     old: &Header,
     new: &Header,
 ) -> Result<bool, ImageError> {

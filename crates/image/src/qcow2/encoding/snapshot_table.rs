@@ -122,10 +122,7 @@ impl Snapshot {
 }
 
 /// Reads the table: its entries, and its length in bytes.
-pub async fn read<S: Storage>(
-    file: &Raw<S>,
-    header: &Header,
-) -> Result<(Vec<Snapshot>, u64), ImageError> {
+pub async fn read(file: &Raw, header: &Header) -> Result<(Vec<Snapshot>, u64), ImageError> {
     let entry = |index: usize, at: u64, what: String| {
         ImageError::invalid(name_of(index), header.snapshots_offset + at, what)
     };

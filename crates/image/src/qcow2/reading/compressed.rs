@@ -6,7 +6,6 @@ use std::io;
 use std::rc::Rc;
 
 use blockyard_ring::Segments;
-use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::qcow2::encoding::bytes;
@@ -14,7 +13,7 @@ use crate::qcow2::encoding::entry::{Cluster, L2Entry};
 
 use super::view::Qcow2;
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Reads from a compressed cluster into `segments`, beginning `inside` bytes behind its start.
     pub async fn read_compressed(
         &self,

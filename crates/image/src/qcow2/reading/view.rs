@@ -11,7 +11,7 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::{Handle, Segments};
 
-use blockyard_storage::{LookupFigures, Storage};
+use blockyard_storage::LookupFigures;
 
 use crate::error::ImageError;
 use crate::extent::{Extent, Place};
@@ -29,20 +29,20 @@ use crate::qcow2::state::tables::{Entry, LocalSlices, Slice, SliceLookup};
 const READ_AHEAD: u64 = 64 << 10;
 
 /// One reactor's view of an image. All views of an image have the same `Shared`.
-pub struct Qcow2<S> {
+pub struct Qcow2 {
     pub(in crate::qcow2) shared: Arc<Shared>,
-    pub(in crate::qcow2) file: Raw<S>,
+    pub(in crate::qcow2) file: Raw,
     /// The external data file.
-    pub(in crate::qcow2) data: Option<Raw<S>>,
+    pub(in crate::qcow2) data: Option<Raw>,
     lines: LocalSlices,
     /// Number of slices that this view had to load.
     misses: Cell<u64>,
     pub(super) decompressed: Box<Decompressed>,
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Makes the view of another reactor.
-    pub fn view(shared: Arc<Shared>, file: Raw<S>, data: Option<Raw<S>>) -> Self {
+    pub fn view(shared: Arc<Shared>, file: Raw, data: Option<Raw>) -> Self {
         let slices = shared
             .size()
             .div_ceil(shared.shape.cluster_size())
@@ -83,13 +83,13 @@ impl<S: Storage> Qcow2<S> {
         &self.shared.shape
     }
 
-    pub(crate) fn file(&self) -> &Raw<S> {
+    pub(crate) fn file(&self) -> &Raw {
         &self.file
     }
 
     /// Returns the file that holds guest data.
     #[inline]
-    pub(crate) fn data_file(&self) -> &Raw<S> {
+    pub(crate) fn data_file(&self) -> &Raw {
         self.data.as_ref().unwrap_or(&self.file)
     }
 

@@ -17,8 +17,6 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use blockyard_storage::Storage;
-
 use crate::error::ImageError;
 use crate::journal::{Key, Record};
 use crate::qcow2::check::Tally;
@@ -70,9 +68,9 @@ impl Changes {
 }
 
 /// Writes the changes to the file. Returns the partial clusters.
-pub(super) async fn replay<S: Storage>(
-    file: &Raw<S>,
-    data: Option<&Raw<S>>,
+pub(super) async fn replay(
+    file: &Raw,
+    data: Option<&Raw>,
     header: &Header,
     records: Vec<Record>,
 ) -> Result<Vec<(u64, Entry)>, ImageError> {
@@ -156,7 +154,7 @@ impl Named {
 
     /// Raises the stored refcounts, so that none is too low. Clusters that the file already counts
     /// keep their refcount, except those with a single owner.
-    async fn raise<S: Storage>(&self, file: &Raw<S>, header: &Header) -> Result<(), ImageError> {
+    async fn raise(&self, file: &Raw, header: &Header) -> Result<(), ImageError> {
         let refcounts = Refcounts::load(file, header, &mut Tally::default()).await?;
         let mut wanted: BTreeMap<u64, Vec<(u64, u64, u64)>> = BTreeMap::new();
         let max = refcounts.width.max();
@@ -188,8 +186,8 @@ impl Named {
 }
 
 /// Writes the L2 entries, a slice at a time.
-async fn write_entries<S: Storage>(
-    file: &Raw<S>,
+async fn write_entries(
+    file: &Raw,
     shape: &Shape,
     l1: &[u8],
     changes: &Changes,

@@ -13,8 +13,6 @@
 //! Nothing here is synced: a mark must survive the process, not a power cut. The extension's place
 //! is made durably when an image gets its first one.
 
-use blockyard_storage::Storage;
-
 use super::replay;
 use crate::error::ImageError;
 use crate::journal::{ImageSafety, Log, Session};
@@ -57,7 +55,7 @@ impl Header {
     }
 
     /// Makes the image's mark invalid, so that no journal is replayed.
-    pub async fn clear_session<S: Storage>(&mut self, file: &Raw<S>) -> Result<(), ImageError> {
+    pub async fn clear_session(&mut self, file: &Raw) -> Result<(), ImageError> {
         if self.autoclear & AUTOCLEAR_JOURNAL == 0 {
             return Ok(());
         }
@@ -73,9 +71,9 @@ pub(in crate::qcow2) fn can_be_marked(header: &Header) -> bool {
 
 /// Replays the journal that a dead server has left for the image, into its file. Returns the
 /// session, which goes on. `None`: there is nothing to replay.
-pub(in crate::qcow2) async fn recover<S: Storage>(
-    file: &Raw<S>,
-    data: Option<&Raw<S>>,
+pub(in crate::qcow2) async fn recover(
+    file: &Raw,
+    data: Option<&Raw>,
     header: &mut Header,
     safety: &ImageSafety,
 ) -> Result<Option<Resumed>, ImageError> {
@@ -87,7 +85,7 @@ pub(in crate::qcow2) async fn recover<S: Storage>(
     Ok(Some(Resumed { log: journal.resume(), partial }))
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Begins the journal if this is the first change of metadata. Each change of an L1 or L2 entry
     /// calls this first. If there can be no journal, metadata are flushed before each answer.
     #[inline]

@@ -46,8 +46,8 @@ mod tests {
     use std::sync::Arc;
 
     use blockyard_ring::Segments;
-    use blockyard_storage::Storage;
     use blockyard_storage::sim::{Rng, Sim, SimConfig, SimDisk, SimImage};
+    use blockyard_storage::{Storage, Store};
 
     use crate::qcow2::{CreateOptions, Header, Qcow2, Qcow2Options, create, pack};
     use crate::{Alignment, Image, Layer, Raw};
@@ -121,7 +121,7 @@ mod tests {
 
     /// Makes an overlay without subclusters over a raw image of `clusters` clusters, filled with 7.
     /// The overlay's last cluster is compressed.
-    async fn overlay(clusters: u64, buffers: Buffers, copy_on_read: bool) -> (Image<Meter>, Meter) {
+    async fn overlay(clusters: u64, buffers: Buffers, copy_on_read: bool) -> (Image, Meter) {
         let size = clusters * CLUSTER;
         let (now, most) = <(Rc<Cell<usize>>, Rc<Cell<usize>>)>::default();
         let meter = |image, seed| {
@@ -132,7 +132,7 @@ mod tests {
             meter(SimImage::from_bytes(&vec![7; size as usize]), 1),
             meter(SimImage::zeroed(0), 2),
         );
-        let file = Raw::on(top.clone(), SHAPE);
+        let file = Raw::on(Store::other(top.clone()), SHAPE);
         let backing = Some(("base.raw".into(), "raw".into()));
         let options = CreateOptions {
             version: 2,
@@ -147,7 +147,7 @@ mod tests {
         let packed = pack(&vec![7; CLUSTER as usize], qcow2.shared.compression).unwrap().unwrap();
         assert!(qcow2.write_compressed(size - CLUSTER, &packed).await.unwrap());
         most.set(0);
-        let backing = Layer::Raw { raw: Raw::on(base.clone(), SHAPE), size };
+        let backing = Layer::Raw { raw: Raw::on(Store::other(base.clone()), SHAPE), size };
         (Image::new(vec![Layer::Qcow2(qcow2), backing], copy_on_read), top)
     }
 

@@ -56,7 +56,7 @@ struct PendingWriteBack {
     freed: Vec<Freed>,
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Waits until all writes that completed before the call are durable. If only partial clusters
     /// could not be completed ([`IncompleteCluster`]), nothing is lost: all other writes are
     /// durable, and a later flush tries again.
@@ -290,7 +290,7 @@ impl<S: Storage> Qcow2<S> {
 
     /// Syncs one file. After a failed sync it fails at once: the kernel has forgotten the failed
     /// write-back and would report success.
-    async fn sync_file(&self, file: &Raw<S>) -> io::Result<()> {
+    async fn sync_file(&self, file: &Raw) -> io::Result<()> {
         let _permit = self.shared.syncing.acquire().await;
         self.not_lost()?;
         file.flush().await.inspect_err(|e| self.shared.lose(e))

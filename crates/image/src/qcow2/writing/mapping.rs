@@ -8,8 +8,6 @@
 
 use std::io;
 
-use blockyard_storage::Storage;
-
 use crate::error::ImageError;
 use crate::journal::{Key, Record};
 
@@ -20,7 +18,7 @@ use crate::qcow2::state::alloc::{Freed, Run};
 use crate::qcow2::state::shared::lock;
 use crate::qcow2::state::tables::Entry;
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Changes the L2 entry of a guest cluster in memory, and returns the old entry. The caller
     /// must hold the lock of the guest cluster (`Shared::held`). The L2 table must have refcount 1
     /// ([`Qcow2::own_table`]).

@@ -7,8 +7,6 @@
 
 use std::io;
 
-use blockyard_storage::Storage;
-
 use crate::qcow2::encoding::bytes;
 use crate::qcow2::encoding::entry::{Cluster, L2Entry};
 use crate::qcow2::reading::view::Qcow2;
@@ -23,7 +21,7 @@ const ROOM: u64 = 256 << 10;
 /// Largest O_DIRECT block, in bytes.
 const BLOCK: u64 = 4096;
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Writes the guest cluster at `offset`, compressed to `packed` (`encoding::compression`).
     /// Returns false, and changes nothing, if the guest cluster has contents already or if no L2
     /// entry can store the host offset.

@@ -33,7 +33,6 @@ use std::time::Instant;
 
 use blockyard_ring::Segments;
 use blockyard_ring::join;
-use blockyard_storage::Storage;
 
 use crate::error::ImageError;
 use crate::extent::BackingLayers;
@@ -88,7 +87,7 @@ fn missing(parts: u16) -> Vec<Range<u32>> {
     ranges
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Returns the entry with data in bytes `first` to `last` of the cluster too. `None`: the entry
     /// does not name this host cluster, or has no parts.
     pub(super) fn with_parts(&self, old: Entry, host: u64, first: u64, last: u64) -> Option<Entry> {

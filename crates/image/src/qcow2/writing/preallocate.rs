@@ -6,14 +6,12 @@
 use std::io;
 use std::ops::Range;
 
-use blockyard_storage::Storage;
-
 use crate::qcow2::encoding::entry::{COPIED, Cluster, L2Entry, SubclusterBitmap, ZERO};
 use crate::qcow2::reading::view::Qcow2;
 use crate::qcow2::state::alloc::Run;
 use crate::qcow2::state::tables::Entry;
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Allocates clusters for a range that reads as zeroes. With `keep_space` the host allocates
     /// their space too. Durable after a flush. Not for images with an external data file.
     pub async fn preallocate(&self, range: Range<u64>, keep_space: bool) -> io::Result<()> {

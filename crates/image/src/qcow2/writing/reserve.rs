@@ -31,7 +31,7 @@ const COUNTED_AHEAD: u64 = 4 << 20;
 /// Maximum size of a refcount table in bytes. QEMU refuses larger tables.
 const LARGEST_TABLE: u64 = 8 << 20;
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Allocates up to `most` consecutive clusters, at least one.
     pub(in crate::qcow2) async fn allocate(&self, most: u64) -> io::Result<Run> {
         loop {

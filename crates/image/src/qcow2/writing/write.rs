@@ -16,8 +16,6 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::extent::{BackingLayers, Place};
 use blockyard_ring::join;
 
@@ -62,7 +60,7 @@ pub(super) enum Rest {
     Backing,
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Writes all of `segments`. Durable after a flush.
     #[inline]
     pub async fn write<B: BackingLayers>(

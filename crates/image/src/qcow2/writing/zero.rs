@@ -8,8 +8,6 @@ use std::sync::atomic::Ordering;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::extent::{BackingLayers, Place};
 use crate::sync::pace::yield_once;
 
@@ -51,7 +49,7 @@ impl ZeroRequest {
     }
 }
 
-impl<S: Storage> Qcow2<S> {
+impl Qcow2 {
     /// Zeroes a range. With `unmap`, host clusters may be freed. Durable after a flush.
     pub async fn write_zeroes<B: BackingLayers>(
         &self,

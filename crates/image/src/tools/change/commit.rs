@@ -18,7 +18,6 @@ use crate::error::ImageError;
 use crate::layers::format::Format;
 use crate::layers::image::Image;
 use crate::{cow, qcow2};
-use blockyard_storage::Store;
 
 use crate::tools::file::{of_file, raw_of};
 use crate::tools::reactors::{on_reactor, on_reactors};
@@ -73,7 +72,7 @@ fn failed(chain: &Chain, error: ImageError) -> ChainError {
     ChainError::Image { path: chain.options().path.clone(), error }
 }
 
-fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image<Store>, ChainError> {
+fn part(chain: &Chain, handle: &Handle, part: Range<usize>) -> Result<Image, ChainError> {
     let image = chain.part(handle, part);
     image.map_err(|e| failed(chain, ImageError::io("file", None, "opening it for io_uring", e)))
 }

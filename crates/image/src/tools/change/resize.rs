@@ -23,7 +23,6 @@ use crate::qcow2::{Header, Preallocation, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 use blockyard_ring::join;
 use blockyard_storage::ImageFile;
-use blockyard_storage::Store;
 
 use crate::tools::create::take_space;
 use crate::tools::file::{of_file, raw_of};
@@ -176,8 +175,8 @@ async fn on_closed(chain: &Arc<Chain>, handle: &Handle, wanted: NewSize) -> Resu
 async fn hold_the_end(
     chain: &Chain,
     handle: &Handle,
-    file: Raw<Store>,
-    data: Option<Raw<Store>>,
+    file: Raw,
+    data: Option<Raw>,
 ) -> Result<(), ChainError> {
     let wrong = |error| of_file(&chain.top().file, error);
     let io =
@@ -213,8 +212,8 @@ async fn hold_the_end(
 
 /// Allocates the clusters of a range that has none, by a small write to each. The rest of a new
 /// cluster reads as zeroes.
-async fn allocate<S: Storage>(
-    image: &Image<S>,
+async fn allocate(
+    image: &Image,
     range: Range<u64>,
     preallocation: Preallocation,
 ) -> io::Result<()> {
@@ -246,11 +245,7 @@ async fn allocate<S: Storage>(
 }
 
 /// Deallocates the host's space of clusters that hold only zeroes.
-async fn give_back<S: Storage>(
-    image: &Image<S>,
-    range: Range<u64>,
-    cluster: u64,
-) -> io::Result<()> {
+async fn give_back(image: &Image, range: Range<u64>, cluster: u64) -> io::Result<()> {
     let Layer::Qcow2(top) = &image.layers()[0] else { return Ok(()) };
     let mut at = range.start;
     while at < range.end {

@@ -2,8 +2,6 @@
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::chain::ChainError;
 use crate::error::ImageError;
 use crate::qcow2::{self, Qcow2};
@@ -13,9 +11,9 @@ use crate::tools::disk::Disk;
 /// Writes `bytes` at `offset`. Compresses each cluster if that makes it smaller and the image has
 /// no data there yet. `offset` is a multiple of the cluster size; the last cluster may end with the
 /// disk.
-pub(in crate::tools) async fn write<S: Storage>(
-    disk: &Disk<S>,
-    image: &Qcow2<S>,
+pub(in crate::tools) async fn write(
+    disk: &Disk,
+    image: &Qcow2,
     bytes: &Segments,
     offset: u64,
 ) -> Result<(), ChainError> {

@@ -15,8 +15,6 @@ use std::sync::Arc;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::chain::{Chain, ChainError, shared_layers};
 use crate::copying::sweep::{Piece, Progress, Sweep};
 use crate::layers::layer::Layer;
@@ -122,11 +120,7 @@ pub fn convert(
 }
 
 impl ConvertJob {
-    async fn run<S: Storage, T: Storage>(
-        &self,
-        source: &Source<S>,
-        target: &Disk<T>,
-    ) -> Result<(), ChainError> {
+    async fn run(&self, source: &Source, target: &Disk) -> Result<(), ChainError> {
         let worker = ConvertWorker {
             work: self,
             source,
@@ -139,7 +133,7 @@ impl ConvertJob {
         join::all(self.options.at_a_time, workers).await
     }
 
-    fn piece<T: Storage>(&self, target: &Disk<T>) -> u64 {
+    fn piece(&self, target: &Disk) -> u64 {
         let top = &target.image.layers()[0];
         let piece = match top {
             _ if self.direct => PIECE,
@@ -151,7 +145,7 @@ impl ConvertJob {
 }
 
 /// Granularity in bytes in which parts of the target are written or left out.
-fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
+fn grain(target: &Disk, options: &ConvertOptions) -> u64 {
     match &target.image.layers()[0] {
         Layer::Qcow2(image) if options.compress => image.shared().shape().cluster_size(),
         Layer::Qcow2(image) => image.shared().shape().unit,
@@ -160,15 +154,15 @@ fn grain<T: Storage>(target: &Disk<T>, options: &ConvertOptions) -> u64 {
 }
 
 /// One reactor's share of a conversion.
-struct ConvertWorker<'a, S, T> {
+struct ConvertWorker<'a> {
     work: &'a ConvertJob,
-    source: &'a Source<S>,
-    target: &'a Disk<T>,
+    source: &'a Source,
+    target: &'a Disk,
     grain: u64,
     piece: u64,
 }
 
-impl<S: Storage, T: Storage> ConvertWorker<'_, S, T> {
+impl ConvertWorker<'_> {
     async fn run(&self) -> Result<(), ChainError> {
         let len = self.piece as usize;
         let mut buffer = Segments::buffer(len);

@@ -5,11 +5,8 @@ use std::sync::Arc;
 
 use blockyard_ring::{Handle, Segments};
 
-use blockyard_storage::Storage;
-
 use crate::chain::{Chain, ChainError};
 use crate::extent::BlockStatus;
-use blockyard_storage::Store;
 
 use crate::tools::disk::Disk;
 
@@ -34,16 +31,16 @@ pub fn size_of(parts: &[Part]) -> u64 {
 }
 
 /// One reactor's view of the parts.
-pub(super) struct Source<S>(Vec<Placed<S>>);
+pub(super) struct Source(Vec<Placed>);
 
-struct Placed<S> {
+struct Placed {
     /// Offset of the part in the concatenation.
     at: u64,
     range: Range<u64>,
-    disk: Disk<S>,
+    disk: Disk,
 }
 
-impl Source<Store> {
+impl Source {
     /// Opens all parts on a reactor.
     pub async fn of(parts: &[Part], handle: &Handle) -> Result<Self, ChainError> {
         let (mut placed, mut at) = (Vec::new(), 0);
@@ -55,10 +52,10 @@ impl Source<Store> {
     }
 }
 
-impl<S: Storage> Source<S> {
+impl Source {
     /// Returns the disk of the part that contains `offset`, the offset in that disk, and the bytes
     /// left in the part.
-    fn find(&self, offset: u64) -> (&Disk<S>, u64, u64) {
+    fn find(&self, offset: u64) -> (&Disk, u64, u64) {
         let part = &self.0[self.0.partition_point(|part| part.at <= offset) - 1];
         let inside = part.range.start + (offset - part.at);
         (&part.disk, inside, part.range.end - inside)

@@ -8,8 +8,6 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::SECTOR;
 use crate::chain::{Chain, ChainError};
 use crate::copying::sweep::{Piece, Progress, Sweep};
@@ -88,13 +86,13 @@ pub fn compare(
 }
 
 impl CompareJob {
-    async fn run<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
+    async fn run(&self, a: &Disk, b: &Disk) -> Result<(), ChainError> {
         let workers = (0..AT_A_TIME)
             .map(|_| async { self.worker(a, b).await.inspect_err(|_| self.sweep.stop()) });
         join::all(AT_A_TIME, workers).await
     }
 
-    async fn worker<S: Storage>(&self, a: &Disk<S>, b: &Disk<S>) -> Result<(), ChainError> {
+    async fn worker(&self, a: &Disk, b: &Disk) -> Result<(), ChainError> {
         let mut buffers = (Segments::buffer(PIECE as usize), Segments::buffer(PIECE as usize));
         while let Some(piece) =
             self.sweep.next(async |at, len| judge(a, b, at, len, self.strict).await).await?
@@ -115,9 +113,9 @@ impl CompareJob {
 }
 
 /// Returns which disk must be read at `offset`, and for how many bytes.
-async fn judge<S: Storage>(
-    a: &Disk<S>,
-    b: &Disk<S>,
+async fn judge(
+    a: &Disk,
+    b: &Disk,
     offset: u64,
     rest: u64,
     strict: bool,
@@ -142,9 +140,9 @@ async fn judge<S: Storage>(
 }
 
 /// Returns the offset of the first sector in the piece that differs between the two images.
-async fn differs<S: Storage>(
-    a: &Disk<S>,
-    b: &Disk<S>,
+async fn differs(
+    a: &Disk,
+    b: &Disk,
     piece: &Piece<ReadNeeded>,
     buffers: &mut (Segments, Segments),
 ) -> Result<Option<u64>, ChainError> {
@@ -152,7 +150,7 @@ async fn differs<S: Storage>(
     let of_a = &buffers.0.slice(0, len.min(PIECE as usize));
     let of_b = &buffers.1.slice(0, len.min(PIECE as usize));
     let read =
-        async |disk: &Disk<S>, into: &Segments| disk.read(into.slice(0, len), piece.offset).await;
+        async |disk: &Disk, into: &Segments| disk.read(into.slice(0, len), piece.offset).await;
     let found = match piece.what {
         ReadNeeded::Same | ReadNeeded::StatusDiffers => None,
         ReadNeeded::OnlyFirst => read(a, of_a).await?.find_nonzero(0, len),

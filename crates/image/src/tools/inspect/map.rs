@@ -1,7 +1,5 @@
 //! Lists a disk's extents, as `qemu-img map` does.
 
-use blockyard_storage::Storage;
-
 use crate::chain::ChainError;
 use crate::extent::BlockStatus;
 
@@ -9,8 +7,8 @@ use crate::tools::disk::Disk;
 
 /// Calls `show` for each extent of `range` (clipped to the disk), in order, with its offset and
 /// status.
-pub async fn map<S: Storage>(
-    disk: &Disk<S>,
+pub async fn map(
+    disk: &Disk,
     range: std::ops::Range<u64>,
     mut show: impl FnMut(u64, &BlockStatus),
 ) -> Result<(), ChainError> {

@@ -6,11 +6,9 @@ use std::rc::Rc;
 
 use blockyard_image::cow::{Cow, CowOptions};
 use blockyard_image::journal::ImageSafety;
-use blockyard_image::{Place, Raw, Storage};
+use blockyard_image::{Place, Raw};
 use blockyard_ring::Segments;
-use blockyard_storage::sim::{
-    OpKind, Oracle, Power, Rng, SECTOR, SimDisk, SimHandle, WriteToken, pattern,
-};
+use blockyard_storage::sim::{OpKind, Oracle, Power, Rng, SECTOR, SimHandle, WriteToken, pattern};
 
 use super::plan::Plan;
 
@@ -20,12 +18,12 @@ pub const SPOT: u64 = 16 << 20;
 pub const SPOT_SECTORS: u64 = 48;
 
 /// The COW file over its backing file, on one reactor, as a guest's disk.
-pub struct Stack<S> {
-    pub cow: Cow<S>,
-    pub base: Raw<SimDisk>,
+pub struct Stack {
+    pub cow: Cow,
+    pub base: Raw,
 }
 
-impl<S: Storage> Stack<S> {
+impl Stack {
     pub async fn read(&self, offset: u64, len: u64) -> io::Result<Vec<u8>> {
         let mut bytes = Vec::new();
         while (bytes.len() as u64) < len {
@@ -65,12 +63,7 @@ pub struct Load {
 impl Load {
     /// Opens the file and runs all clients to their end. Then it sometimes leaves the file to the
     /// next process. After a power cut the clients end too, without answers.
-    pub async fn run<S: Storage + Clone>(
-        mut self,
-        handle: &SimHandle,
-        file: Raw<S>,
-        base: Raw<SimDisk>,
-    ) -> Result<(), String> {
+    pub async fn run(mut self, handle: &SimHandle, file: Raw, base: Raw) -> Result<(), String> {
         let (bitmap_memory, safety) = (self.plan.memory, self.safety.clone());
         let options = CowOptions { bitmap_memory, safety, ..CowOptions::default() };
         let cow = match Cow::open(file.clone(), &options).await {
@@ -121,8 +114,8 @@ impl Load {
     }
 }
 
-struct Client<S> {
-    stack: Rc<Stack<S>>,
+struct Client {
+    stack: Rc<Stack>,
     oracle: Rc<RefCell<Oracle>>,
     power: Power,
     spots: u64,
@@ -136,7 +129,7 @@ struct Client<S> {
     flushes: Rc<Cell<u64>>,
 }
 
-impl<S: Storage> Client<S> {
+impl Client {
     async fn run(mut self, requests: usize) -> Result<(), String> {
         for _ in 0..requests {
             let range = self.range();

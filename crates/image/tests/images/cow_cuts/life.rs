@@ -7,7 +7,7 @@ use std::rc::Rc;
 
 use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header};
 use blockyard_image::journal::{CrashSafety, ImageKey, ImageSafety, MemoryStore, SafetyMode};
-use blockyard_image::{CopyDown, ErrorKind, Image, ImageError, Layer, Raw, Storage};
+use blockyard_image::{CopyDown, ErrorKind, Image, ImageError, Layer, Raw, Storage, Store};
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{
     Latency, OpKind, Oracle, Phase, Power, Rng, SECTOR, Sim, SimConfig, SimDisk, SimHandle,
@@ -272,10 +272,10 @@ impl Life {
 
     /// Runs a guest's load. Returns true if it ended before the power cut. `wrap` creates the
     /// file's storage.
-    pub fn load<S: Storage + Clone>(
+    pub fn load(
         &mut self,
         cut_after: u64,
-        wrap: impl Fn(SimDisk) -> S,
+        wrap: impl Fn(SimDisk) -> Store,
         tally: &mut Tally,
     ) -> Result<bool, String> {
         let dies = self.plan.dies && self.rng.one_in(2);

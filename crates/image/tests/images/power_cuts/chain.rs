@@ -7,7 +7,7 @@ use std::rc::Rc;
 use blockyard_image::journal::ImageSafety;
 use blockyard_image::qcow2::check::{self, Repair, Report};
 use blockyard_image::qcow2::{Header, Qcow2, Qcow2Options, rebuild_refcounts};
-use blockyard_image::{Alignment, Image, ImageError, Layer, Raw};
+use blockyard_image::{Alignment, Image, ImageError, Layer, Raw, Store};
 use blockyard_storage::Storage;
 use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
 
@@ -142,7 +142,7 @@ pub fn our_check(files: &Files) -> Result<Report, String> {
 /// Returns the image after some work, on a disk with power.
 fn work_on(
     image: &SimImage,
-    work: impl AsyncFnOnce(Raw<SimDisk>) -> Result<(), ImageError> + 'static,
+    work: impl AsyncFnOnce(Raw) -> Result<(), ImageError> + 'static,
 ) -> Result<SimImage, String> {
     let disk = SimDisk::new(image.clone(), SimConfig::new(1));
     let raw = Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
@@ -203,13 +203,13 @@ impl Disks {
 
     /// Opens the chain from the `top`-th image on, that image for writing. Returns one view for
     /// each reactor.
-    pub async fn open<S: Storage + Clone>(
+    pub async fn open(
         &self,
         plan: &Plan,
         top: usize,
-        wrap: impl Fn(SimDisk) -> S,
-    ) -> io::Result<Vec<Image<S>>> {
-        let mut views: Vec<Vec<Layer<S>>> = (0..plan.reactors).map(|_| Vec::new()).collect();
+        wrap: impl Fn(SimDisk) -> Store,
+    ) -> io::Result<Vec<Image>> {
+        let mut views: Vec<Vec<Layer>> = (0..plan.reactors).map(|_| Vec::new()).collect();
         for (n, (main, data)) in self.layers.iter().enumerate().skip(top) {
             let raw = |disk: &SimDisk| Raw::on(wrap(disk.clone()), plan.shape);
             let (file, data) = (raw(main), data.as_ref().map(raw));

@@ -4,9 +4,8 @@
 use std::cell::RefCell;
 use std::rc::Rc;
 
-use blockyard_image::Image;
 use blockyard_image::journal::{CrashSafety, ImageKey, ImageSafety, MemoryStore, SafetyMode};
-use blockyard_storage::Storage;
+use blockyard_image::{Image, Store};
 use blockyard_storage::sim::{Latency, OpKind, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
 
 use super::chain::{self, Disks, Files, View};
@@ -72,10 +71,10 @@ impl Life {
     }
 
     /// Runs one boot, with a power cut after `cut_after` events. `wrap` creates the storage.
-    pub fn boot<S: Storage + Clone>(
+    pub fn boot(
         &mut self,
         cut_after: u64,
-        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        wrap: impl Fn(SimDisk) -> Store + Copy + 'static,
         tally: &mut Tally,
     ) -> Result<Boot, String> {
         let plan = self.plan.clone();
@@ -83,10 +82,10 @@ impl Life {
             .map_err(|e| format!("seed {}, cut after {cut_after} events: {e}\n{plan:?}", plan.seed))
     }
 
-    fn boot_and_judge<S: Storage + Clone>(
+    fn boot_and_judge(
         &mut self,
         cut_after: u64,
-        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        wrap: impl Fn(SimDisk) -> Store + Copy + 'static,
         tally: &mut Tally,
     ) -> Result<Boot, String> {
         let plan = Rc::new(self.plan.clone());
@@ -141,12 +140,7 @@ impl Life {
 
     /// After the load: reads everything, then sometimes closes the image, or leaves it to the next
     /// process. Returns true if nothing may be lost or leaked any more.
-    fn end<S: Storage>(
-        &mut self,
-        judge: &Rc<Judge>,
-        sim: &Sim,
-        views: &[Rc<Image<S>>],
-    ) -> Result<bool, String> {
+    fn end(&mut self, judge: &Rc<Judge>, sim: &Sim, views: &[Rc<Image>]) -> Result<bool, String> {
         judge.disks.all().for_each(|disk| disk.heal());
         let (of, image, capacity) =
             (judge.clone(), views[views.len() - 1].clone(), self.view.disk.len() as u64);
@@ -203,11 +197,11 @@ impl Life {
 
     /// Ends the process, lets the next one recover the image and close it, and checks that it holds
     /// each answered write.
-    fn judge_death<S: Storage + Clone>(
+    fn judge_death(
         &mut self,
         judge: &Judge,
         closed: bool,
-        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        wrap: impl Fn(SimDisk) -> Store + Copy + 'static,
         tally: &mut Tally,
     ) -> Result<(), String> {
         if closed && !self.journals.is_empty() {
@@ -230,10 +224,10 @@ impl Life {
 
     /// Opens the image for writing and closes it, as often as it takes until no further death
     /// interrupts that. Returns the durable state.
-    fn recovered<S: Storage + Clone>(
+    fn recovered(
         &mut self,
         mut layers: Vec<Files>,
-        wrap: impl Fn(SimDisk) -> S + Copy + 'static,
+        wrap: impl Fn(SimDisk) -> Store + Copy + 'static,
         tally: &mut Tally,
     ) -> Result<Vec<Files>, String> {
         let plan = Rc::new(self.plan.clone());

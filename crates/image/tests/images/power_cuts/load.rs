@@ -8,7 +8,6 @@ use std::rc::Rc;
 use blockyard_image::qcow2::{Compression, pack};
 use blockyard_image::{Image, Layer};
 use blockyard_ring::Segments;
-use blockyard_storage::Storage;
 use blockyard_storage::sim::{Power, Rng, SECTOR, Sim, pattern, yield_now};
 
 use super::chain::Disks;
@@ -17,12 +16,12 @@ use super::plan::Plan;
 
 /// Runs the clients to their end. After a power cut they end too, without answers. Returns true if
 /// the power is still on.
-pub fn run<S: Storage>(
+pub fn run(
     plan: &Plan,
     capacity: u64,
     judge: &Rc<Judge>,
     sim: &Sim,
-    views: &[Rc<Image<S>>],
+    views: &[Rc<Image>],
     rng: &mut Rng,
 ) -> Result<bool, String> {
     let sectors = capacity / SECTOR as u64;
@@ -94,11 +93,7 @@ pub fn wait<T: 'static>(
 }
 
 /// Reads the guest's whole disk, with no other request in flight.
-pub async fn read_all<S: Storage>(
-    judge: &Judge,
-    image: &Image<S>,
-    capacity: u64,
-) -> Result<(), String> {
+pub async fn read_all(judge: &Judge, image: &Image, capacity: u64) -> Result<(), String> {
     const PIECE: u64 = 128 * SECTOR as u64;
     for offset in (0..capacity).step_by(PIECE as usize) {
         let token = judge.oracle.borrow_mut().read_started();
@@ -131,9 +126,9 @@ impl Packed {
 }
 
 /// A client with always one request in flight.
-struct Client<S> {
+struct Client {
     judge: Rc<Judge>,
-    image: Rc<Image<S>>,
+    image: Rc<Image>,
     packed: Option<Rc<Packed>>,
     zstd: bool,
     /// Sizes of the disk, of a cluster and of a unit of allocation, in sectors.
@@ -146,7 +141,7 @@ struct Client<S> {
     rng: Rng,
 }
 
-impl<S: Storage> Client<S> {
+impl Client {
     async fn run(mut self, requests: usize) -> Result<(), String> {
         for _ in 0..requests {
             let range = self.range();

@@ -9,7 +9,6 @@
 //!   judge       records answers in the oracle; further rules
 //!   operation   commands on the closed image between boots
 //!   tally       statistics
-//!   liars       defective storage
 //!   check       reference implementation of check and read (format: its constants)
 //!   qemu        QEMU's check of the same images
 //! ```
@@ -24,7 +23,6 @@ mod chain;
 mod check;
 mod format;
 mod judge;
-mod liars;
 mod life;
 mod load;
 mod operation;
@@ -33,9 +31,8 @@ mod qemu;
 mod tally;
 
 use blockyard_image::Alignment;
-use blockyard_storage::sim::Rng;
+use blockyard_storage::sim::{Liar, Lie, Rng, SimDisk};
 
-use self::liars::{Liar, Lie};
 use self::life::Life;
 use self::operation::KINDS;
 use self::plan::{Plan, SHAPES};
@@ -55,11 +52,11 @@ const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 9
 /// boot begins with the state that the previous boot left. Runs commands on the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
-    let events = Life::new(plan.clone()).boot(u64::MAX, |disk| disk, tally)?.events;
+    let events = Life::new(plan.clone()).boot(u64::MAX, SimDisk::into, tally)?.events;
     for _ in 0..3 {
         let mut life = Life::new(plan.clone());
         for _ in 0..4 {
-            life.boot(rng.below(events + 1), |disk| disk, tally)?;
+            life.boot(rng.below(events + 1), SimDisk::into, tally)?;
             if rng.one_in(2) {
                 life.operate(tally)?;
             }
@@ -144,7 +141,7 @@ fn flushed_data_survive_a_cut_at_every_event() {
         let plan = Plan { shape, clients: 4, requests: 6, ..Plan::quiet(seed) };
         let whole = (0..).find(|&events| {
             let boot = Life::new(plan.clone())
-                .boot(events, |disk| disk, &mut tally)
+                .boot(events, SimDisk::into, &mut tally)
                 .unwrap_or_else(|e| panic!("{e}"));
             assert!(!boot.survived || events > 20, "a run of only {events} events");
             boot.survived
@@ -163,7 +160,8 @@ fn answered_writes_survive_a_death_at_every_event() {
         let plan = Plan { shape, clients: 4, requests: 6, ..Plan::dying(seed) };
         let whole = (0..).find(|&events| {
             let mut life = Life::new(plan.clone());
-            let boot = life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+            let boot =
+                life.boot(events, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}"));
             assert!(!boot.survived || events > 20, "a run of only {events} events");
             boot.survived
         });
@@ -182,12 +180,12 @@ fn a_new_refcount_table_survives_a_cut_at_every_event() {
     let mut life = Life::new(plan.clone());
     let old = table(&life);
     let events =
-        life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
+        life.boot(u64::MAX, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
     assert_ne!(table(&life), old, "the refcount table has moved");
     let (mut before, mut after) = (0, 0);
     for events in 0..events {
         let mut life = Life::new(plan.clone());
-        life.boot(events, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        life.boot(events, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}"));
         *(if table(&life) == old { &mut before } else { &mut after }) += 1;
     }
     println!("{tally}; cuts that left the old table: {before}, and a new one: {after}");
@@ -203,7 +201,7 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
             break;
         }
         let mut life = Life::new(Plan { clients: 4, requests: 6, ..Plan::quiet(seed) });
-        life.boot(u64::MAX, |disk| disk, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+        life.boot(u64::MAX, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}"));
         let operation = life.next_operation();
         let left = &mut left[operation.kind()];
         let mut cut = |events| {
@@ -238,7 +236,8 @@ fn defective_storage_is_detected() {
             let plan = Plan { shape, clients: 6, requests: 12, ..Plan::quiet(seed) };
             let events = if rng.one_in(2) { u64::MAX } else { rng.below(200) };
             let mut life = Life::new(plan);
-            life.boot(events, move |disk| Liar::new(disk, lie), &mut Tally::default()).is_err()
+            life.boot(events, move |disk| Liar::new(disk, lie).into(), &mut Tally::default())
+                .is_err()
         };
         let caught: Vec<u64> = (0..runs).filter(is_caught).take(ENOUGH).collect();
         println!("{lie:?}: caught with the seeds {caught:?}");

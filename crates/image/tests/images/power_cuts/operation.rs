@@ -166,7 +166,7 @@ impl Work {
     }
 
     /// Returns the files of the n-th image from the top.
-    fn files(&self, n: usize) -> (Raw<SimDisk>, Option<Raw<SimDisk>>) {
+    fn files(&self, n: usize) -> (Raw, Option<Raw>) {
         let raw = |disk: &SimDisk| Raw::on(disk.clone(), self.plan.shape);
         let (main, data) = &self.disks.layers[n];
         (raw(main), data.as_ref().map(raw))
@@ -181,7 +181,7 @@ impl Work {
         }
     }
 
-    async fn commit(&self, main: Raw<SimDisk>) -> Result<(), ImageError> {
+    async fn commit(&self, main: Raw) -> Result<(), ImageError> {
         if self.size_of(1).await? < self.size {
             match self.disks.qcow2[1] {
                 true => {
@@ -193,7 +193,12 @@ impl Work {
             }
         }
         let open = async |top| {
-            Ok(self.disks.open(&self.plan, top, |disk| disk).await.map_err(failed)?.swap_remove(0))
+            Ok(self
+                .disks
+                .open(&self.plan, top, SimDisk::into)
+                .await
+                .map_err(failed)?
+                .swap_remove(0))
         };
         let (from, into) = (open(0).await?, open(1).await?);
         let copy = CopyDown::new(0..self.size, 1, Arc::default());

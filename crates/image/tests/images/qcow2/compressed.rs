@@ -5,14 +5,14 @@ use std::rc::Rc;
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Waker};
 
-use blockyard_image::{Chain, ChainOptions, Image, Store};
+use blockyard_image::{Chain, ChainOptions, Image};
 use blockyard_ring::{COMPUTING_THREADS, Executor, Segments};
 
 use super::peer::{Scratch, qemu_img};
 
 const CLUSTER: u64 = 2 << 20;
 
-async fn read(image: &Image<Store>, offset: u64) -> Vec<u8> {
+async fn read(image: &Image, offset: u64) -> Vec<u8> {
     let (segments, result) = image.read(Segments::buffer(512), offset).await;
     result.unwrap();
     let mut bytes = vec![0; 512];

@@ -14,7 +14,7 @@ mod zeroes;
 
 use std::rc::Rc;
 
-use blockyard_image::{Chain, ChainOptions, Format, Image, Store};
+use blockyard_image::{Chain, ChainOptions, Format, Image};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::Rng;
 
@@ -26,12 +26,12 @@ const SIZE: u64 = 24 << 20;
 /// Expected contents of an image.
 struct Model(Vec<u8>);
 
-async fn write(image: &Image<Store>, model: &mut Model, offset: u64, bytes: &[u8]) {
+async fn write(image: &Image, model: &mut Model, offset: u64, bytes: &[u8]) {
     image.write(Segments::from_bytes(bytes), offset).await.1.unwrap();
     model.0[offset as usize..][..bytes.len()].copy_from_slice(bytes);
 }
 
-async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
+async fn check(image: &Image, model: &Model, offset: u64, len: usize) {
     let (segments, result) = image.read(Segments::buffer(len), offset).await;
     result.unwrap();
     let mut bytes = vec![0; len];
@@ -48,7 +48,7 @@ async fn check(image: &Image<Store>, model: &Model, offset: u64, len: usize) {
 
 /// Sends random writes, zeroes, discards and flushes. After a discard it reads back whether the
 /// range is zeroes or unchanged.
-async fn work(image: Rc<Image<Store>>, mut model: Model, seed: u64, rounds: usize) -> Model {
+async fn work(image: Rc<Image>, mut model: Model, seed: u64, rounds: usize) -> Model {
     let mut rng = Rng::new(seed);
     for round in 0..rounds {
         let offset = rng.below(SIZE / 512) * 512;
@@ -109,16 +109,13 @@ fn session(options: &ChainOptions, model: Model, seed: u64) -> Model {
 }
 
 /// Runs `work` on `a.qcow2`.
-fn on_image<T: 'static>(
-    scratch: &Scratch,
-    work: impl AsyncFnOnce(Image<Store>) -> T + 'static,
-) -> T {
+fn on_image<T: 'static>(scratch: &Scratch, work: impl AsyncFnOnce(Image) -> T + 'static) -> T {
     on_image_with(&ChainOptions::new(scratch.path("a.qcow2")), work)
 }
 
 fn on_image_with<T: 'static>(
     options: &ChainOptions,
-    work: impl AsyncFnOnce(Image<Store>) -> T + 'static,
+    work: impl AsyncFnOnce(Image) -> T + 'static,
 ) -> T {
     let chain = Chain::open(options).unwrap();
     let executor = Executor::new().unwrap();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use blockyard_image::journal::{CrashSafety, ImageKey, JournalStore, MemoryStore, SafetyMode};
-use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place, Store};
+use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place};
 use blockyard_nbd::wire::{Headers, cmd, errno};
 use blockyard_ring::Segments;
 
@@ -19,7 +19,7 @@ const PART: u64 = 4 << 10;
 const SIZE: u64 = 16 * CLUSTER;
 
 /// Returns the length of the overlay's data, or of absent bytes, at `offset`.
-async fn found(image: &Image<Store>, offset: u64) -> (bool, u64) {
+async fn found(image: &Image, offset: u64) -> (bool, u64) {
     let Extent { len, place } = image.find_above(1, offset, CLUSTER).await.unwrap();
     (matches!(place, Place::Data(_)), len)
 }

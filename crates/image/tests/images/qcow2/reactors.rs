@@ -9,7 +9,7 @@ use std::cell::Cell;
 use std::rc::Rc;
 use std::sync::{Arc, Barrier, Mutex};
 
-use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Image, Store};
+use blockyard_image::{CacheMode, Chain, ChainOptions, Format, Image};
 use blockyard_ring::{Executor, Segments, Signal};
 use blockyard_storage::sim::Rng;
 
@@ -33,7 +33,7 @@ fn owner(sector: u64) -> u64 {
 
 struct Client {
     number: u64,
-    image: Rc<Image<Store>>,
+    image: Rc<Image>,
     /// The expected disk; valid only in the client's own sectors.
     disk: Vec<u8>,
     rng: Rng,

@@ -36,9 +36,7 @@ fn listed(path: &str) -> Vec<(String, Vec<String>)> {
     bitmaps.iter().map(|b| (text(&b["name"]), flags(b))).collect()
 }
 
-async fn prepare<S: blockyard_image::Storage>(
-    raw: blockyard_image::Raw<S>,
-) -> Result<(), blockyard_image::ImageError> {
+async fn prepare(raw: blockyard_image::Raw) -> Result<(), blockyard_image::ImageError> {
     let mut header = Header::read(&raw).await?;
     prepare_for_writing(&raw, &mut header, AUTOCLEAR_KNOWN).await?;
     assert_eq!(header, Header::read(&raw).await?);

@@ -54,7 +54,7 @@ fn chain(scratch: &Scratch, options: [&str; 3]) -> [String; 3] {
     [top, middle, base]
 }
 
-async fn open(disk: &SimDisk, read_only: bool) -> Layer<SimDisk> {
+async fn open(disk: &SimDisk, read_only: bool) -> Layer {
     let raw = Raw::on(disk.clone(), SHAPE);
     let header = Header::read(&raw).await.unwrap();
     let options = Qcow2Options { read_only, ..Qcow2Options::default() };

@@ -8,11 +8,11 @@ use blockyard_storage::sim::{OpKind, Phase, Sim, SimConfig, SimDisk, SimImage};
 
 const MIB: u64 = 1 << 20;
 
-fn raw(disk: &SimDisk) -> Raw<SimDisk> {
+fn raw(disk: &SimDisk) -> Raw {
     Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 })
 }
 
-async fn open(disk: &SimDisk) -> Image<SimDisk> {
+async fn open(disk: &SimDisk) -> Image {
     let header = Header::read(&raw(disk)).await.unwrap();
     let image = Qcow2::open(header, raw(disk), None, &Qcow2Options::default()).await.unwrap();
     Image::new(vec![Layer::Qcow2(image)], false)

@@ -19,7 +19,7 @@ pub fn load(path: &str) -> SimImage {
 /// Runs work on a disk with power.
 pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     image: &SimImage,
-    work: impl FnOnce(Raw<SimDisk>) -> F,
+    work: impl FnOnce(Raw) -> F,
 ) -> (T, SimImage) {
     let disk = SimDisk::new(image.clone(), SimConfig::new(1));
     let value = Sim::new(1).block_on(work(Raw::on(disk.clone(), DIRECT))).unwrap();
@@ -32,7 +32,7 @@ pub fn on_image<T: 'static, F: Future<Output = T> + 'static>(
 pub fn everywhere<F: Future<Output = Result<(), ImageError>> + 'static>(
     what: &str,
     image: &SimImage,
-    operation: impl Fn(Raw<SimDisk>) -> F,
+    operation: impl Fn(Raw) -> F,
     judge: impl Fn(bool, SimImage) -> Result<(), String>,
 ) -> u64 {
     for events in 0.. {

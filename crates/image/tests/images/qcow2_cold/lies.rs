@@ -29,10 +29,7 @@ fn image(scratch: &Scratch) -> Vec<u8> {
 }
 
 /// Opens the image, and reads the whole disk.
-async fn read(
-    raw: Raw<impl blockyard_image::Storage>,
-    read_only: bool,
-) -> Result<Vec<u8>, ImageError> {
+async fn read(raw: Raw, read_only: bool) -> Result<Vec<u8>, ImageError> {
     let header = Header::read(&raw).await?;
     let options = Qcow2Options { read_only, ..Qcow2Options::default() };
     let image =
@@ -53,7 +50,7 @@ async fn read(
 }
 
 /// Reads what `info` reads.
-async fn list(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError> {
+async fn list(raw: Raw) -> Result<(), ImageError> {
     let header = Header::read(&raw).await?;
     snapshot::list(&raw).await?;
     match &header.bitmaps {
@@ -63,7 +60,7 @@ async fn list(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError>
 }
 
 /// Checks the image. Returns the first finding that is not a leak, as an error.
-async fn find(raw: Raw<impl blockyard_image::Storage>) -> Result<(), ImageError> {
+async fn find(raw: Raw) -> Result<(), ImageError> {
     let report = check(&raw, None, Repair::No).await?;
     match report.findings.into_iter().find(|finding| finding.kind != FindingKind::Leak) {
         Some(finding) => Err(ImageError::invalid(finding.structure, finding.offset, finding.text)),

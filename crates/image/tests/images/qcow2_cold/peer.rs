@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_image::qcow2::check::{self, Limits, Repair, Report};
-use blockyard_image::{CacheMode, ImageError, ImageFile, OpenOptions, Raw, Store};
+use blockyard_image::{CacheMode, ImageError, ImageFile, OpenOptions, Raw};
 use blockyard_ring::Executor;
 
 /// A folder that is removed after the test.
@@ -96,7 +96,7 @@ pub fn qemu_check(path: &str, repair: Option<&str>) -> Report {
     }
 }
 
-fn open(executor: &Executor, path: &str) -> Raw<Store> {
+fn open(executor: &Executor, path: &str) -> Raw {
     let options = OpenOptions::new(path, false, CacheMode::Writeback);
     let file = ImageFile::open(&options).unwrap();
     Raw::open(&file, executor.handle()).unwrap()
@@ -105,7 +105,7 @@ fn open(executor: &Executor, path: &str) -> Raw<Store> {
 /// Runs `work` on the file, opened for writing.
 pub fn on_file<T: 'static, F: Future<Output = T>>(
     path: &str,
-    work: impl FnOnce(Raw<Store>) -> F + 'static,
+    work: impl FnOnce(Raw) -> F + 'static,
 ) -> T {
     let executor = Executor::new().unwrap();
     let raw = open(&executor, path);
@@ -116,7 +116,7 @@ pub fn on_file<T: 'static, F: Future<Output = T>>(
 pub fn two_files<T: 'static, F: Future<Output = T>>(
     path: &str,
     data: &str,
-    work: impl FnOnce(Raw<Store>, Raw<Store>) -> F + 'static,
+    work: impl FnOnce(Raw, Raw) -> F + 'static,
 ) -> T {
     let executor = Executor::new().unwrap();
     let (raw, data) = (open(&executor, path), open(&executor, data));

@@ -3,16 +3,13 @@
 use blockyard_image::qcow2::backing::set_backing;
 use blockyard_image::qcow2::header::AUTOCLEAR_KNOWN;
 use blockyard_image::qcow2::{CreateOptions, Header, create};
-use blockyard_image::{ImageError, Raw, Storage};
+use blockyard_image::{ImageError, Raw};
 use blockyard_storage::sim::SimImage;
 
 use super::cuts::{everywhere, guest, header, load, on_image, opened_sound};
 use super::peer::{Scratch, on_file, qemu_check, qemu_img, qemu_io};
 
-async fn set<S: Storage>(
-    raw: Raw<S>,
-    backing: Option<(String, &'static str)>,
-) -> Result<(), ImageError> {
+async fn set(raw: Raw, backing: Option<(String, &'static str)>) -> Result<(), ImageError> {
     let mut header = Header::read(&raw).await?;
     set_backing(&raw, &mut header, backing.as_ref().map(|(name, format)| (name.as_str(), *format)))
         .await?;

@@ -171,7 +171,7 @@ fn reactors_that_share_blocks_keep_each_others_writes() {
 }
 
 /// Writes every other sector, four in flight, and zeroes each fourth of them in between.
-async fn write_own_sectors(raw: Raw<Store>, reactor: u64, sectors: u64, rounds: u8) {
+async fn write_own_sectors(raw: Raw, reactor: u64, sectors: u64, rounds: u8) {
     let raw = Rc::new(raw);
     for round in 1..=rounds {
         for group in 0..sectors / 8 {

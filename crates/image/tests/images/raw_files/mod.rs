@@ -15,7 +15,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, SECTOR, Store};
+use blockyard_image::{CacheMode, ImageFile, OpenOptions, Raw, SECTOR};
 use blockyard_ring::{Executor, GuestMemory, Region, Segments};
 use blockyard_storage::sim::Rng;
 use proptest::prelude::*;
@@ -67,17 +67,17 @@ fn open(path: &Path, cache: CacheMode) -> Arc<ImageFile> {
 /// Runs `work` on an image, on its own ring.
 fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     file: &Arc<ImageFile>,
-    work: impl FnOnce(Raw<Store>) -> F,
+    work: impl FnOnce(Raw) -> F,
 ) -> T {
     let executor = Executor::new().unwrap();
     executor.block_on(work(Raw::open(file, executor.handle()).unwrap())).unwrap()
 }
 
-async fn put(raw: &Raw<Store>, offset: u64, bytes: &[u8]) {
+async fn put(raw: &Raw, offset: u64, bytes: &[u8]) {
     raw.write(Segments::from_bytes(bytes), offset, false).await.1.unwrap();
 }
 
-async fn take(raw: &Raw<Store>, offset: u64, len: usize) -> Vec<u8> {
+async fn take(raw: &Raw, offset: u64, len: usize) -> Vec<u8> {
     let segments = Segments::buffer(len);
     // Fill the buffer, so that its old contents do not look like data that were read.
     segments.copy_in(0, &vec![0xa5; len]);
@@ -147,11 +147,7 @@ fn segments(memory: &Rc<GuestMemory>, len: u64, seed: u64) -> Segments {
 }
 
 /// Sends the requests to the image and to the model, and compares all reads.
-async fn follow(
-    raw: Raw<Store>,
-    asks: Vec<Ask>,
-    mut model: Vec<u8>,
-) -> Result<Vec<u8>, TestCaseError> {
+async fn follow(raw: Raw, asks: Vec<Ask>, mut model: Vec<u8>) -> Result<Vec<u8>, TestCaseError> {
     let (region, _) = Region::memfd("guest", 0, 0, MEMORY).unwrap();
     let memory = Rc::new(GuestMemory::default().with(region).unwrap());
     for (number, ask) in asks.into_iter().enumerate() {

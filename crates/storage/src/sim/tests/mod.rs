@@ -4,7 +4,7 @@
 use std::io;
 
 use super::*;
-use crate::Storage;
+use crate::{Storage, Store};
 use blockyard_ring::Segments;
 
 mod cases;

@@ -65,7 +65,7 @@ struct LoadedBitmap {
 }
 
 /// Applies the edits to the bitmap `name`, in this order and atomically. Durable on return.
-pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Result<(), ImageError> {
+pub async fn edit(file: &Raw, name: &str, edits: &[Edit]) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     if change.old.version < 3 {
         return Err(ImageError::unsupported(
@@ -81,7 +81,7 @@ pub async fn edit<S: Storage>(file: &Raw<S>, name: &str, edits: &[Edit]) -> Resu
 }
 
 /// Reads the bits of a bitmap. Fails if its data cannot be trusted.
-pub async fn read<S: Storage>(file: &Raw<S>, name: &str) -> Result<Bits, ImageError> {
+pub async fn read(file: &Raw, name: &str) -> Result<Bits, ImageError> {
     let header = Header::read(file).await?;
     let set = BitmapSet::load(file, &header).await?;
     let at = set.find(name)?;
@@ -93,7 +93,7 @@ pub async fn read<S: Storage>(file: &Raw<S>, name: &str) -> Result<Bits, ImageEr
 pub(in crate::qcow2) struct BitmapSet(Vec<LoadedBitmap>);
 
 impl BitmapSet {
-    async fn load<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Self, ImageError> {
+    async fn load(file: &Raw, header: &Header) -> Result<Self, ImageError> {
         let Some(extension) = &header.bitmaps else { return Ok(BitmapSet(Vec::new())) };
         let (_, entries) = bitmap_directory::read(file, extension).await?;
         Ok(BitmapSet(entries.into_iter().map(|entry| LoadedBitmap { entry, bits: None }).collect()))
@@ -102,11 +102,7 @@ impl BitmapSet {
     /// Loads all bitmaps of an image for a disk of `size` bytes. Bits of the new part are clear.
     /// Bitmaps in use stay as they are: their bits have no meaning, and their tables may have any
     /// size.
-    pub async fn resized<S: Storage>(
-        file: &Raw<S>,
-        header: &Header,
-        size: u64,
-    ) -> Result<Self, ImageError> {
+    pub async fn resized(file: &Raw, header: &Header, size: u64) -> Result<Self, ImageError> {
         let mut set = Self::load(file, header).await?;
         let mut held_bytes = 0;
         for at in 0..set.0.len() {
@@ -152,9 +148,9 @@ impl BitmapSet {
         Err(ImageError::refused(STRUCTURE, what))
     }
 
-    async fn apply<S: Storage>(
+    async fn apply(
         &mut self,
-        file: &Raw<S>,
+        file: &Raw,
         header: &Header,
         name: &str,
         edit: &Edit,
@@ -228,10 +224,7 @@ impl BitmapSet {
     }
 
     /// Writes the set to free clusters, and switches the header to it.
-    pub async fn store<S: Storage>(
-        mut self,
-        change: OfflineChange<'_, S>,
-    ) -> Result<(), ImageError> {
+    pub async fn store(mut self, change: OfflineChange<'_>) -> Result<(), ImageError> {
         let mut new = change.old.clone();
         let cluster = new.cluster_size();
         for held in self.0.iter().filter(|held| held.bits.is_none()) {
@@ -300,11 +293,7 @@ impl Bits {
         Ok(Bits { granularity_bits, size, bytes: vec![0; len as usize] })
     }
 
-    async fn read<S: Storage>(
-        file: &Raw<S>,
-        header: &Header,
-        entry: &BitmapEntry,
-    ) -> Result<Self, ImageError> {
+    async fn read(file: &Raw, header: &Header, entry: &BitmapEntry) -> Result<Self, ImageError> {
         let structure = format!("qcow2 bitmap \"{}\"", entry.name);
         let invalid =
             |what: String| ImageError::invalid(structure.clone(), entry.table_offset, what);
@@ -411,9 +400,9 @@ impl Bits {
     }
 
     /// Writes the bitmap's table and data at offset `at`; returns the offset behind them.
-    async fn write<S: Storage>(
+    async fn write(
         &self,
-        change: &OfflineChange<'_, S>,
+        change: &OfflineChange<'_>,
         at: u64,
         cluster: u64,
     ) -> Result<u64, ImageError> {

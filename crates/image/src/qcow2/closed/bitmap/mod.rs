@@ -8,8 +8,6 @@
 
 pub mod edit;
 
-use blockyard_storage::Storage;
-
 use crate::error::ImageError;
 use crate::qcow2::encoding::bitmap_directory::{self, AUTO, BitmapEntry, IN_USE};
 use crate::qcow2::encoding::bytes::{self, put32};
@@ -25,8 +23,8 @@ const FLAGS: usize = 12;
 ///
 /// Clears autoclear bits other than `known`. Keeps the bit of a raw external data file, because
 /// writes keep that file raw.
-pub async fn prepare_for_writing<S: Storage>(
-    file: &Raw<S>,
+pub async fn prepare_for_writing(
+    file: &Raw,
     header: &mut Header,
     known: u64,
 ) -> Result<(), ImageError> {
@@ -50,8 +48,8 @@ pub async fn prepare_for_writing<S: Storage>(
 }
 
 /// Clears autoclear bits other than `known`. Durable on return.
-pub async fn drop_unknown_autoclear<S: Storage>(
-    file: &Raw<S>,
+pub async fn drop_unknown_autoclear(
+    file: &Raw,
     header: &mut Header,
     known: u64,
 ) -> Result<(), ImageError> {
@@ -63,8 +61,8 @@ pub async fn drop_unknown_autoclear<S: Storage>(
     flush(file).await
 }
 
-async fn set_consistent<S: Storage>(
-    file: &Raw<S>,
+async fn set_consistent(
+    file: &Raw,
     header: &mut Header,
     consistent: bool,
 ) -> Result<(), ImageError> {
@@ -75,7 +73,7 @@ async fn set_consistent<S: Storage>(
 }
 
 /// Returns the names of an image's bitmaps, for operations that refuse images with bitmaps.
-pub async fn names<S: Storage>(file: &Raw<S>, header: &Header) -> Result<Vec<String>, ImageError> {
+pub async fn names(file: &Raw, header: &Header) -> Result<Vec<String>, ImageError> {
     match &header.bitmaps {
         Some(extension) => Ok(bitmap_directory::read(file, extension)
             .await?

@@ -10,8 +10,6 @@
 //! Invariant: every entry that the header adds to the L1 table is zero before the header has it.
 //! The size and the number of entries are in one sector.
 
-use blockyard_storage::Storage;
-
 use super::tables::ResizeTables;
 use super::{Resize, may_be_resized};
 use crate::error::ImageError;
@@ -22,7 +20,7 @@ use crate::qcow2::encoding::header::{AUTOCLEAR_BITMAPS, AUTOCLEAR_KNOWN, Header}
 use crate::raw::Raw;
 
 /// Grows the disk. Returns false if more than the header has to change.
-pub async fn grow_in_place<S: Storage>(file: &Raw<S>, wanted: Resize) -> Result<bool, ImageError> {
+pub async fn grow_in_place(file: &Raw, wanted: Resize) -> Result<bool, ImageError> {
     flush(file).await?;
     let old = Header::read(file).await?;
     if !has_simple_end(&old, wanted) {

@@ -38,11 +38,7 @@ pub struct Resize {
 }
 
 /// Resizes an image; `data` is its external data file. Durable on return.
-pub async fn resize<S: Storage>(
-    file: &Raw<S>,
-    data: Option<&Raw<S>>,
-    wanted: Resize,
-) -> Result<(), ImageError> {
+pub async fn resize(file: &Raw, data: Option<&Raw>, wanted: Resize) -> Result<(), ImageError> {
     let change = OfflineChange::begin(file).await?;
     let (old, size) = (&change.old, wanted.size);
     if size == old.size {
@@ -79,7 +75,7 @@ pub async fn resize<S: Storage>(
 }
 
 /// Restores the bitmaps after a failed resize, unless the disk has its new size already.
-async fn bitmaps_as_they_were<S: Storage>(file: &Raw<S>, old_size: u64) -> Result<(), ImageError> {
+async fn bitmaps_as_they_were(file: &Raw, old_size: u64) -> Result<(), ImageError> {
     let mut header = Header::read(file).await?;
     if header.size != old_size || header.has_dirty() {
         return Ok(());
@@ -117,9 +113,9 @@ fn may_be_resized(old: &Header, has_data: bool, wanted: Resize) -> Result<(), Im
     Ok(())
 }
 
-async fn shrink<S: Storage>(
-    change: OfflineChange<'_, S>,
-    data: Option<&Raw<S>>,
+async fn shrink(
+    change: OfflineChange<'_>,
+    data: Option<&Raw>,
     size: u64,
 ) -> Result<(), ImageError> {
     let (file, mut new) = (change.file, change.old.clone());
@@ -142,9 +138,9 @@ async fn shrink<S: Storage>(
     trim(file, end).await
 }
 
-async fn grow<S: Storage>(
-    change: OfflineChange<'_, S>,
-    data: Option<&Raw<S>>,
+async fn grow(
+    change: OfflineChange<'_>,
+    data: Option<&Raw>,
     wanted: Resize,
 ) -> Result<(), ImageError> {
     let (old, mut new) = (change.old.clone(), change.old.clone());
@@ -205,11 +201,7 @@ fn replaced(old: &Header, boundary_changes: bool, hidden: &Range<u64>) -> Range<
 }
 
 /// Extends the data file to the disk's size, with zeroes behind the old end.
-async fn lengthen_data<S: Storage>(
-    data: &Raw<S>,
-    old: &Header,
-    size: u64,
-) -> Result<(), ImageError> {
+async fn lengthen_data(data: &Raw, old: &Header, size: u64) -> Result<(), ImageError> {
     let io = |what| move |e| ImageError::io(DATA_FILE, None, what, e);
     let len = length(data).await?;
     if old.raw_data_file() && len > old.size {

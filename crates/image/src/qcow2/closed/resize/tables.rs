@@ -2,8 +2,6 @@
 
 use std::ops::Range;
 
-use blockyard_storage::Storage;
-
 use crate::error::ImageError;
 use crate::qcow2::closed::change::OfflineChange;
 use crate::qcow2::encoding::bytes::{self, be64, put64};
@@ -11,8 +9,8 @@ use crate::qcow2::encoding::entry::{Cluster, EntryFormat, L1Entry, L2Entry, Subc
 use crate::qcow2::encoding::header::Header;
 
 /// L1 and L2 tables of a resize.
-pub struct ResizeTables<'a, S> {
-    pub change: &'a OfflineChange<'a, S>,
+pub struct ResizeTables<'a> {
+    pub change: &'a OfflineChange<'a>,
     pub layout: EntryFormat,
     /// The new L1 table.
     l1: Vec<u8>,
@@ -21,8 +19,8 @@ pub struct ResizeTables<'a, S> {
     at: u64,
 }
 
-impl<'a, S: Storage> ResizeTables<'a, S> {
-    pub async fn of(change: &'a OfflineChange<'a, S>) -> Result<Self, ImageError> {
+impl<'a> ResizeTables<'a> {
+    pub async fn of(change: &'a OfflineChange<'a>) -> Result<Self, ImageError> {
         let (layout, l1) = (EntryFormat::of(&change.old), change.l1().await?);
         Ok(ResizeTables { change, layout, l1, replaced: 0..0, at: 0 })
     }

@@ -1,8 +1,6 @@
 //! The rest of the last cluster of a disk that grows. Behind the old end there may be stale data,
 //! or data of a longer backing file. It must read as zeroes when the disk grows over it.
 
-use blockyard_storage::Storage;
-
 use super::tables::ResizeTables;
 use crate::error::ImageError;
 use crate::qcow2::encoding::bytes;
@@ -36,9 +34,9 @@ impl Tail {
 
     /// Sets the L2 entry of the last cluster of the old size in `table`. `moved`: the cluster's
     /// new offset, used only if it moves.
-    pub async fn put<S: Storage>(
+    pub async fn put(
         &self,
-        tables: &ResizeTables<'_, S>,
+        tables: &ResizeTables<'_>,
         table: &mut [u8],
         moved: u64,
     ) -> Result<(), ImageError> {
@@ -60,10 +58,10 @@ impl Tail {
 }
 
 /// The last cluster of the disk: its host offset and file, and where in the cluster the disk ends.
-struct LastCluster<'a, S> {
-    tables: &'a ResizeTables<'a, S>,
+struct LastCluster<'a> {
+    tables: &'a ResizeTables<'a>,
     /// The file that has the cluster's data.
-    file: &'a Raw<S>,
+    file: &'a Raw,
     host: u64,
     inside: u64,
     /// Whether nothing else references the cluster.
@@ -72,9 +70,9 @@ struct LastCluster<'a, S> {
 
 /// Prepares the last cluster for growth. If possible it writes zeroes behind the disk's end in
 /// place, because no guest can read there yet.
-pub async fn of<S: Storage>(
-    tables: &ResizeTables<'_, S>,
-    data: Option<&Raw<S>>,
+pub async fn of(
+    tables: &ResizeTables<'_>,
+    data: Option<&Raw>,
     below: u64,
 ) -> Result<Tail, ImageError> {
     let old = &tables.change.old;
@@ -139,7 +137,7 @@ fn backing_shows() -> ImageError {
     ImageError::refused(STRUCTURE, what)
 }
 
-impl<S: Storage> LastCluster<'_, S> {
+impl LastCluster<'_> {
     /// Zeroes the cluster from the disk's end up to `end`.
     async fn clear(&self, end: u64, bitmap: SubclusterBitmap) -> Result<Tail, ImageError> {
         let at = self.host + self.inside;

@@ -125,19 +125,19 @@ pub struct Header {
 
 impl Header {
     /// Reads and checks the header of an image.
-    pub async fn read<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+    pub async fn read(file: &Raw) -> Result<Header, ImageError> {
         let (bytes, len) = Self::read_cluster(file).await?;
         Self::parse(&bytes, len)
     }
 
     /// Like [`read`](Self::read), for a check; see [`parse_for_check`](Self::parse_for_check).
-    pub async fn read_for_check<S: Storage>(file: &Raw<S>) -> Result<Header, ImageError> {
+    pub async fn read_for_check(file: &Raw) -> Result<Header, ImageError> {
         let (bytes, _) = Self::read_cluster(file).await?;
         Self::parse_for_check(&bytes)
     }
 
     /// Reads the first cluster (as far as the file has it), and the file's length.
-    async fn read_cluster<S: Storage>(file: &Raw<S>) -> Result<(Vec<u8>, u64), ImageError> {
+    async fn read_cluster(file: &Raw) -> Result<(Vec<u8>, u64), ImageError> {
         let io = |e| ImageError::io(STRUCTURE, 0, "reading", e);
         let len = file.storage().len().await.map_err(io)?;
         let mut first = bytes::read(file, 0, len.min(USUAL_CLUSTER) as usize).await.map_err(io)?;
@@ -257,7 +257,7 @@ impl Header {
 
     /// Writes the fields (not the extensions, not the name) with one write of one sector. Durable
     /// after a flush.
-    pub async fn write_fixed<S: Storage>(&self, file: &Raw<S>) -> Result<(), ImageError> {
+    pub async fn write_fixed(&self, file: &Raw) -> Result<(), ImageError> {
         let mut sector = bytes::read(file, 0, SECTOR_BYTES)
             .await
             .map_err(|e| ImageError::io(STRUCTURE, 0, "reading", e))?;

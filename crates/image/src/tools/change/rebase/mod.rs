@@ -18,8 +18,6 @@ use std::sync::Arc;
 
 use blockyard_ring::Segments;
 
-use blockyard_storage::Storage;
-
 use crate::chain::{Chain, ChainError, ChainLayer, shared_layers};
 use crate::copying::sweep::{Piece, Progress, Sweep};
 use crate::cow;
@@ -110,11 +108,7 @@ fn shared_from(old: &[Arc<ChainLayer>], new: &[Arc<ChainLayer>]) -> (usize, usiz
 }
 
 impl RebaseJob {
-    async fn run<S: Storage>(
-        &self,
-        disk: &Disk<S>,
-        new: Option<&Disk<S>>,
-    ) -> Result<(), ChainError> {
+    async fn run(&self, disk: &Disk, new: Option<&Disk>) -> Result<(), ChainError> {
         let piece =
             disk.image.layers().first().map_or(PIECE, |layer| PIECE.max(layer.cluster_size()));
         let workers = (0..AT_A_TIME).map(|_| async {
@@ -123,12 +117,7 @@ impl RebaseJob {
         join::all(AT_A_TIME, workers).await
     }
 
-    async fn worker<S: Storage>(
-        &self,
-        disk: &Disk<S>,
-        new: Option<&Disk<S>>,
-        piece: u64,
-    ) -> Result<(), ChainError> {
+    async fn worker(&self, disk: &Disk, new: Option<&Disk>, piece: u64) -> Result<(), ChainError> {
         let mut buffers = (Segments::default(), Segments::default());
         while let Some(next) =
             self.sweep.next(async |at, rest| self.judge(disk, new, piece, at, rest).await).await?
@@ -144,10 +133,10 @@ impl RebaseJob {
         Ok(())
     }
 
-    async fn judge<S: Storage>(
+    async fn judge(
         &self,
-        disk: &Disk<S>,
-        new: Option<&Disk<S>>,
+        disk: &Disk,
+        new: Option<&Disk>,
         piece: u64,
         at: u64,
         rest: u64,
@@ -173,10 +162,10 @@ impl RebaseJob {
     }
 
     /// Writes what differs in a piece into the image, unless the image has data there.
-    async fn take_up<S: Storage>(
+    async fn take_up(
         &self,
-        disk: &Disk<S>,
-        new: Option<&Disk<S>>,
+        disk: &Disk,
+        new: Option<&Disk>,
         piece: &Piece<PieceDecision>,
         buffers: &(Segments, Segments),
     ) -> Result<(), ChainError> {
@@ -221,12 +210,7 @@ impl RebaseJob {
 
     /// Writes the differing bytes. A cluster that they cover only partly joins data of the image,
     /// so it is not compressed.
-    async fn write<S: Storage>(
-        &self,
-        disk: &Disk<S>,
-        bytes: Segments,
-        offset: u64,
-    ) -> Result<(), ChainError> {
+    async fn write(&self, disk: &Disk, bytes: Segments, offset: u64) -> Result<(), ChainError> {
         let end = offset + bytes.len() as u64;
         match &disk.image.layers()[0] {
             Layer::Qcow2(image) if self.compress => {
@@ -254,7 +238,7 @@ impl RebaseJob {
 }
 
 /// Returns whether the topmost image has the bytes at `at`, and for how many bytes that holds.
-async fn own<S: Storage>(disk: &Disk<S>, at: u64, len: u64) -> Result<(u64, bool), ChainError> {
+async fn own(disk: &Disk, at: u64, len: u64) -> Result<(u64, bool), ChainError> {
     let found = disk.image.find_above(1, at, len).await.map_err(disk.wrong(at, "finding"))?;
     Ok((found.len, found.place != Place::Absent))
 }
@@ -322,10 +306,7 @@ pub fn set_backing(file: &Arc<ImageFile>, backing: NewBacking) -> Result<(), Cha
     })
 }
 
-async fn of_qcow2<S: Storage>(
-    file: &Raw<S>,
-    backing: Option<(&str, &str)>,
-) -> Result<(), ImageError> {
+async fn of_qcow2(file: &Raw, backing: Option<(&str, &str)>) -> Result<(), ImageError> {
     let mut header = Header::read(file).await?;
     qcow2::backing::set_backing(file, &mut header, backing).await
 }

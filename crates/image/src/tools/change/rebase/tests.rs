@@ -41,7 +41,7 @@ enum Top {
 }
 
 impl Top {
-    async fn create(&self, raw: &Raw<SimDisk>) {
+    async fn create(&self, raw: &Raw) {
         match self {
             Top::Qcow2(options) => qcow2::create(raw, None, options).await.map(|_| ()).unwrap(),
             Top::Cow => {
@@ -56,7 +56,7 @@ impl Top {
         disk: &SimDisk,
         base: &SimImage,
         read_only: bool,
-    ) -> Result<Disk<SimDisk>, ImageError> {
+    ) -> Result<Disk, ImageError> {
         let raw = Raw::on(disk.clone(), SHAPE);
         let top = match self {
             Top::Qcow2(_) => {
