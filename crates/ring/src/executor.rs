@@ -246,6 +246,27 @@ impl Drop for Executor {
 }
 
 impl Inner {
+    /// Not generic: it is compiled once, and not for each future.
+    fn spawn(&self, future: Future_) -> TaskId {
+        let id = self.free.borrow_mut().pop().unwrap_or(self.tasks.borrow().len() as TaskId);
+        let from_outside =
+            Arc::new(TaskWaker { id, inbox: self.inbox.clone(), mark: AtomicBool::new(false) });
+        let waker = Waker::from(from_outside.clone());
+        let mut tasks = self.tasks.borrow_mut();
+        // A task inherits the label of the task that spawns it.
+        let label = tasks.get(self.current.get() as usize).map_or(0, |task| task.label);
+        let task =
+            Task { future: Some(future), waker, from_outside, ready: false, live: true, label };
+        if id as usize == tasks.len() {
+            tasks.push(task);
+        } else {
+            tasks[id as usize] = task;
+        }
+        drop(tasks);
+        self.wake(id);
+        id
+    }
+
     fn listen(&self) -> u32 {
         let action = Action::Poll { fd: self.inbox.event.as_raw_fd() };
         self.uring.borrow_mut().start(REMOTE, action, Segments::default(), None)
@@ -393,30 +414,7 @@ impl Handle {
 
     /// Starts a task. The next iteration polls it first.
     pub fn spawn(&self, future: impl Future<Output = ()> + 'static) -> TaskId {
-        let inner = &*self.0;
-        let id = inner.free.borrow_mut().pop().unwrap_or(inner.tasks.borrow().len() as TaskId);
-        let from_outside =
-            Arc::new(TaskWaker { id, inbox: inner.inbox.clone(), mark: AtomicBool::new(false) });
-        let waker = Waker::from(from_outside.clone());
-        let mut tasks = inner.tasks.borrow_mut();
-        // A task inherits the label of the task that spawns it.
-        let label = tasks.get(inner.current.get() as usize).map_or(0, |task| task.label);
-        let task = Task {
-            future: Some(Box::pin(future)),
-            waker,
-            from_outside,
-            ready: false,
-            live: true,
-            label,
-        };
-        if id as usize == tasks.len() {
-            tasks.push(task);
-        } else {
-            tasks[id as usize] = task;
-        }
-        drop(tasks);
-        inner.wake(id);
-        id
+        self.0.spawn(Box::pin(future))
     }
 
     /// Labels the current task, and the tasks that it spawns from now on, for

@@ -91,18 +91,22 @@ impl Sim {
             if let Some(value) = join.0.value.take() {
                 return Ok(value);
             }
-            let Some(task) = self.next_ready() else {
-                return Err(
-                    self.stalled("nothing is ready (the power is off, or a wake-up was lost)")
-                );
-            };
-            let inner = &*self.handle.0;
-            if inner.steps.get() >= self.step_limit {
-                return Err(self.stalled("the step limit is reached, and tasks still spin"));
-            }
-            inner.steps.set(inner.steps.get() + 1);
-            inner.poll(task);
+            self.step()?;
         }
+    }
+
+    /// Polls one task that is ready.
+    fn step(&self) -> Result<(), Stalled> {
+        let Some(task) = self.next_ready() else {
+            return Err(self.stalled("nothing is ready (the power is off, or a wake-up was lost)"));
+        };
+        let inner = &*self.handle.0;
+        if inner.steps.get() >= self.step_limit {
+            return Err(self.stalled("the step limit is reached, and tasks still spin"));
+        }
+        inner.steps.set(inner.steps.get() + 1);
+        inner.poll(task);
+        Ok(())
     }
 
     fn next_ready(&self) -> Option<TaskId> {
@@ -135,6 +139,15 @@ impl Drop for Sim {
 }
 
 impl Inner {
+    /// Not generic: it is compiled once, and not for each future.
+    fn spawn(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
+        let id = self.next.replace(self.next.get() + 1);
+        let waker =
+            Arc::new(TaskWaker { id, queued: AtomicBool::new(false), ready: self.ready.clone() });
+        self.tasks.borrow_mut().insert(id, Task { future, waker: waker.clone() });
+        waker.wake();
+    }
+
     fn poll(&self, id: TaskId) {
         let Some(mut task) = self.tasks.borrow_mut().remove(&id) else { return };
         task.waker.queued.store(false, Ordering::Relaxed);
@@ -148,7 +161,6 @@ impl Inner {
 impl SimHandle {
     /// Starts a task. It runs even if its result is not awaited.
     pub fn spawn<T: 'static>(&self, future: impl Future<Output = T> + 'static) -> Join<T> {
-        let inner = &*self.0;
         let slot = Rc::new(Slot { value: Cell::new(None), waker: Cell::new(None) });
         let done = slot.clone();
         let future = async move {
@@ -157,14 +169,7 @@ impl SimHandle {
                 waker.wake();
             }
         };
-        let id = inner.next.replace(inner.next.get() + 1);
-        let waker =
-            Arc::new(TaskWaker { id, queued: AtomicBool::new(false), ready: inner.ready.clone() });
-        inner
-            .tasks
-            .borrow_mut()
-            .insert(id, Task { future: Box::pin(future), waker: waker.clone() });
-        waker.wake();
+        self.0.spawn(Box::pin(future));
         Join(slot)
     }
 }

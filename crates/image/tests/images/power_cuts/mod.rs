@@ -39,7 +39,7 @@ use self::plan::{Plan, SHAPES};
 use self::tally::Tally;
 
 /// Number of random power cuts if `BLOCKYARD_CUTS` is not set.
-const CUTS: u64 = 2_000;
+const CUTS: u64 = 1_300;
 
 /// Seeds of plans that failed once.
 const QUIET: [u64; 1] = [2451];
@@ -123,7 +123,7 @@ fn answered_writes_survive_deaths_with_a_journal_that_begins_late() {
 
 #[test]
 fn flushed_data_survive_errors_and_cuts() {
-    let tally = random_lives(Plan::troubled, 15, &TROUBLED);
+    let tally = random_lives(Plan::troubled, 23, &TROUBLED);
     assert!(tally.troubled > 50 || !lives::is_thorough(CUTS), "{tally}");
 }
 
