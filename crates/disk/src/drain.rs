@@ -36,7 +36,18 @@ impl Drain {
     }
 
     pub fn give_thread_back(&self) {
+        let state = self.lock();
         self.has_thread.store(false, Ordering::SeqCst);
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    /// Waits until no drain has a thread, but at most for `limit`. A caller that has resumed the
+    /// disk may drain it again then.
+    pub fn wait_for_thread(&self, limit: Duration) {
+        let has_thread = |_: &mut DrainState| self.has_thread.load(Ordering::SeqCst);
+        let waited = self.changed.wait_timeout_while(self.lock(), limit, has_thread);
+        drop(waited);
     }
 
     /// Notes that the requests are held now.

@@ -134,4 +134,22 @@ mod tests {
         drop(first);
         assert!(Permit::take(&disk).is_ok());
     }
+
+    #[test]
+    fn a_disk_that_was_resumed_can_be_drained_at_once() {
+        let disk = disk("a");
+        for _ in 0..200 {
+            let permit = Permit::take(&disk).unwrap();
+            disk.drain.begin();
+            let drain = std::thread::spawn(move || {
+                let resumed = permit.0.drain.wait(Duration::from_secs(600));
+                std::thread::yield_now();
+                drop(permit);
+                resumed
+            });
+            assert!(disk.resume().0);
+            drop(Permit::take(&disk).expect("the thread has ended its drain"));
+            assert!(drain.join().unwrap());
+        }
+    }
 }

@@ -2,17 +2,26 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::on_enospc::OnEnospc;
 
+/// Longest wait for the thread of a drain, which then only lets the requests go on.
+const END_OF_DRAIN: Duration = Duration::from_secs(2);
+
 impl Disk {
     /// Ends a drain, and lets the requests that wait for space try again, on all reactors. Returns
-    /// whether the disk was drained, and the number of requests that waited for space.
+    /// whether the disk was drained, and the number of requests that waited for space. The disk can
+    /// be drained again then.
     pub fn resume(self: &Arc<Self>) -> (bool, u64) {
         let was_drained = self.drain.resume();
-        (was_drained, self.retry())
+        let paused = self.retry();
+        if was_drained {
+            self.drain.wait_for_thread(END_OF_DRAIN);
+        }
+        (was_drained, paused)
     }
 
     fn retry(self: &Arc<Self>) -> u64 {
