@@ -8,16 +8,16 @@
 
 use std::error::Error;
 use std::iter::successors;
-use std::sync::{Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::OnEnospc;
 use blockyard_program::output::shell;
-use blockyard_yard::{DiskSettings, Pending, WayError, YardError};
+use blockyard_yard::{DiskSettings, Pending, WayError, Yard, YardError};
 
-use crate::book::HeldDisk;
+use crate::book::{Book, HeldDisk};
 use crate::claims::UnseenError;
-use crate::server::Server;
+use crate::options::disk::DiskArgs;
 use crate::{looks, sandbox};
 
 /// Time between two attempts to lock an image: the first, and the longest one.
@@ -101,20 +101,31 @@ pub enum First {
     Unseen(UnseenError),
 }
 
+/// The server of the disks. It is above this module.
+pub trait DiskServer: Send + Sync + 'static {
+    /// Returns the server for a thread that outlives the call. None: the server ends.
+    fn itself(&self) -> Option<Arc<Self>>;
+    fn yard(&self) -> &Yard;
+    fn book(&self) -> &Book;
+    fn wakes(&self) -> &Wakes;
+    /// Lists a disk among those that could not be opened.
+    fn note_unopened(&self, args: &DiskArgs, why: &str);
+}
+
 /// A disk that is served later.
-pub struct Late {
+pub struct Late<S> {
     pub settings: DiskSettings,
     pub locked: Locked,
     /// Called at the end of the attempts.
-    pub ended: fn(&Server, HeldDisk<'_>, Result<(), YardError>),
+    pub ended: fn(&S, HeldDisk<'_>, Result<(), YardError>),
 }
 
-impl Late {
+impl<S: DiskServer> Late<S> {
     /// Serves the disk on a thread of its own. The wait would use up a pool, because storage may
     /// never answer. A disk is lent once, so it has at most one such thread.
-    pub fn serve(self, server: &Server, held: HeldDisk<'_>, first: First) {
+    pub fn serve(self, server: &S, held: HeldDisk<'_>, first: First) {
         let ended = self.ended;
-        let Some(itself) = server.itself.upgrade() else {
+        let Some(itself) = server.itself() else {
             return ended(server, held, Err(YardError::Closing));
         };
         let (disk, lent) = (held.args().name(), held.lend());
@@ -122,15 +133,15 @@ impl Late {
         let runs = matches!(first, First::Runs(_));
         let thread = std::thread::Builder::new().name("late disk".into());
         let spawned = thread.spawn(move || {
-            let held = itself.book.lent(again);
+            let held = itself.book().lent(again);
             let added = match first {
                 First::Runs(pending) => pending.wait(),
                 First::Failed(e) => Err(e),
                 First::Unseen(e) => {
-                    see(&held, e).and_then(|()| itself.yard.add(self.settings.clone()))
+                    see(&held, e).and_then(|()| itself.yard().add(self.settings.clone()))
                 }
             };
-            let added = self.add_when_unlocked(&itself, added);
+            let added = self.add_when_unlocked(&*itself, added);
             ended(&itself, held, added);
         });
         match spawned {
@@ -140,7 +151,7 @@ impl Late {
                 tracing::error!(disk, "its late opening is not noticed: no thread can start: {e}");
             }
             Err(source) => {
-                ended(server, server.book.lent(lent), Err(YardError::Thread { disk, source }));
+                ended(server, server.book().lent(lent), Err(YardError::Thread { disk, source }));
             }
         }
     }
@@ -149,13 +160,13 @@ impl Late {
     /// Returns the last result.
     fn add_when_unlocked(
         &self,
-        server: &Server,
+        server: &S,
         mut added: Result<(), YardError>,
     ) -> Result<(), YardError> {
         let (start, [mut pause, longest]) = (Instant::now(), PAUSE);
         let mut reported = start;
         loop {
-            let seen = server.late.count();
+            let seen = server.wakes().count();
             if waits_for_space(&self.settings, &added) {
                 self.note_space(server, &added);
             } else if !self.locked.waits_after(&added, start.elapsed()) {
@@ -169,15 +180,15 @@ impl Late {
                 let what = if e.is_full() { "space on the host" } else { "the lock of its image" };
                 tracing::warn!(disk, "it still waits for {what}: {why}");
             }
-            server.late.wait(seen, pause);
+            server.wakes().wait(seen, pause);
             pause = (pause * 2).min(longest);
-            added = server.yard.add(self.settings.clone());
+            added = server.yard().add(self.settings.clone());
         }
     }
 
     /// Lists the disk among those that could not be opened.
-    fn note_space(&self, server: &Server, added: &Result<(), YardError>) {
-        let (disk, entry) = (&self.settings.name, server.book.find(&self.settings.name));
+    fn note_space(&self, server: &S, added: &Result<(), YardError>) {
+        let (disk, entry) = (&self.settings.name, server.book().find(&self.settings.name));
         if let (Err(e), Some(entry)) = (added, entry.filter(|entry| !entry.by_api)) {
             server.note_unopened(&entry.args, &describe_space(disk, e));
         }

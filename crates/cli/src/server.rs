@@ -6,7 +6,7 @@
 pub mod error;
 mod notes;
 
-use std::sync::{Mutex, Weak};
+use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use blockyard_control::events::What;
@@ -24,7 +24,7 @@ use crate::disks::{log_end, settings};
 use crate::events::Events;
 use crate::exports::{self, Common};
 use crate::handover::HandOvers;
-use crate::late::{First, Late, Locked, Wakes, describe, describe_space};
+use crate::late::{DiskServer, First, Late, Locked, Wakes, describe, describe_space};
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::unopened::Unopened;
@@ -374,6 +374,28 @@ impl Server {
         }
         Err(anyhow::anyhow!("an image could not be flushed, writes may be lost: see the log")
             .into())
+    }
+}
+
+impl DiskServer for Server {
+    fn itself(&self) -> Option<Arc<Self>> {
+        self.itself.upgrade()
+    }
+
+    fn yard(&self) -> &Yard {
+        &self.yard
+    }
+
+    fn book(&self) -> &Book {
+        &self.book
+    }
+
+    fn wakes(&self) -> &Wakes {
+        &self.late
+    }
+
+    fn note_unopened(&self, args: &DiskArgs, why: &str) {
+        Server::note_unopened(self, args, why);
     }
 }
 
