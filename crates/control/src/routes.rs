@@ -31,7 +31,8 @@ use crate::types::{
     Snapshot, Upgrade, Upgraded,
 };
 
-/// Maximum number of threads that run calls. Two of them answer calls that do not block.
+/// Maximum number of threads that run calls. Two of them answer calls that do not block, and those
+/// that end a drain. These block for 2 s at most.
 pub(crate) const THREADS: usize = MAX_BLOCKING + MAX_LONG + MAX_BRIEF + 2;
 
 /// Maximum number of calls that may block, without those that run for long.
@@ -347,7 +348,8 @@ async fn disconnect(
 #[utoipa::path(post, path = "/v1/disks/{name}/resume", params(("name" = String, Path)),
     responses((status = OK, body = Resumed), (status = NOT_FOUND, body = Problem)))]
 async fn resume(State(calls): State<Calls>, At(name): At<String>) -> Answer<Json<Resumed>> {
-    // Not among the calls that may block: it ends what they wait for.
+    // Not among the calls that may block, because it ends what they wait for. It waits for the
+    // thread of the drain, for 2 s at most.
     calls.quick(move |operator| operator.resume(&name)).await
 }
 

@@ -243,9 +243,7 @@ impl Backend {
             Backend::Ram(ram) => ram.zero(offset, len as usize).await,
         }
     }
-}
 
-impl Backend {
     /// Returns Unsupported if fast zeroes would fail, as far as this can be known without writing
     /// zeroes.
     pub async fn may_zero_fast(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {

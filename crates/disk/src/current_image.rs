@@ -81,9 +81,7 @@ impl CurrentImage {
         metered.accounted.set(metered.done());
         Ok(CurrentImage { backend, dirty, metered: Some(metered) })
     }
-}
 
-impl CurrentImage {
     /// Returns an image whose I/O is not counted.
     pub(crate) fn unmetered(backend: Backend) -> Self {
         CurrentImage { backend, dirty: None, metered: None }

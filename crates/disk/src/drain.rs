@@ -1,6 +1,6 @@
 //! The state of a drain of a disk (`live/drain.rs`): its thread waits here until a call ends it.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,8 @@ pub(crate) struct Drain {
     changed: Condvar,
     /// A drain of the disk has a thread.
     has_thread: AtomicBool,
+    /// Number of drains whose threads have ended. It changes with `state` locked.
+    ended: AtomicU64,
 }
 
 impl Drain {
@@ -38,16 +40,9 @@ impl Drain {
     pub fn give_thread_back(&self) {
         let state = self.lock();
         self.has_thread.store(false, Ordering::SeqCst);
+        self.ended.fetch_add(1, Ordering::SeqCst);
         drop(state);
         self.changed.notify_all();
-    }
-
-    /// Waits until no drain has a thread, but at most for `limit`. A caller that has resumed the
-    /// disk may drain it again then.
-    pub fn wait_for_thread(&self, limit: Duration) {
-        let has_thread = |_: &mut DrainState| self.has_thread.load(Ordering::SeqCst);
-        let waited = self.changed.wait_timeout_while(self.lock(), limit, has_thread);
-        drop(waited);
     }
 
     /// Notes that the requests are held now.
@@ -55,11 +50,21 @@ impl Drain {
         self.lock().is_drained = true;
     }
 
-    /// Lets the requests go on. Returns whether they were held.
-    pub fn resume(&self) -> bool {
-        let was_drained = std::mem::replace(&mut self.lock().is_drained, false);
+    /// Lets the requests go on. If they were held, returns the number of drains that have ended,
+    /// for [`Drain::wait_for_end`].
+    pub fn resume(&self) -> Option<u64> {
+        let mut state = self.lock();
+        let was_drained = std::mem::replace(&mut state.is_drained, false);
+        let ended = self.ended.load(Ordering::SeqCst);
+        drop(state);
         self.changed.notify_all();
-        was_drained
+        was_drained.then_some(ended)
+    }
+
+    /// Waits until the thread of one more drain than `ended` has ended, but at most for `limit`.
+    pub fn wait_for_end(&self, ended: u64, limit: Duration) {
+        let is_same = |_: &mut DrainState| self.ended.load(Ordering::SeqCst) == ended;
+        drop(self.changed.wait_timeout_while(self.lock(), limit, is_same));
     }
 
     /// Waits for [`Drain::resume`]. Returns false if `limit` has passed without it.

@@ -1,8 +1,8 @@
 //! Disk images: map a guest's offsets to files on the host.
 //!
 //! In: reads, writes, discards, zeroes and flushes at offsets in bytes. Out: operations on
-//! [`Storage`]. An image is generic over its storage: the same code runs on io_uring and on the
-//! simulated disk.
+//! [`Storage`]. An image uses a [`Store`]: the same code runs on io_uring and on the simulated
+//! disk.
 //!
 //! Crate `storage` opens an [`ImageFile`], which all threads can share. Each reactor makes its own
 //! [`Raw`] of it.

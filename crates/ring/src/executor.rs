@@ -246,7 +246,7 @@ impl Drop for Executor {
 }
 
 impl Inner {
-    /// Not generic: it is compiled once, and not for each future.
+    /// Starts a task. It is not generic, so it is compiled once and not for each future.
     fn spawn(&self, future: Future_) -> TaskId {
         let id = self.free.borrow_mut().pop().unwrap_or(self.tasks.borrow().len() as TaskId);
         let from_outside =

@@ -1,7 +1,8 @@
 //! Any storage behind a pointer: its futures are boxed.
 //!
-//! In: a [`Storage`]. Out: the same as an [`AnyStore`], which a scheme returns. So the code that
-//! opens and uses images does not name the storages of the schemes.
+//! In: a [`Storage`]. Out: the same as an [`AnyStore`], as a scheme returns it. So the code that
+//! opens and uses images does not name the storages of the schemes, and tests pass it the simulated
+//! disk.
 
 use std::io;
 use std::ops::Range;

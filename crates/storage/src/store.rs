@@ -20,7 +20,7 @@ pub enum Store {
     File(HostFile),
     /// A file with a journal of its operations, for simulated power cuts.
     Recorded(Box<Recorded<HostFile>>),
-    /// What a scheme has opened.
+    /// Any other storage: what a scheme has opened, or a simulated disk.
     Other(AnyStore),
 }
 

@@ -329,8 +329,9 @@ impl Yard {
     }
 
     /// Ends a drain, and lets the requests of a disk that wait for space on the host try again.
-    /// Returns whether the disk was drained, and the number of those requests. Does not wait for
-    /// commands, because one of them may wait for requests that a drain holds.
+    /// Returns whether the disk was drained, and the number of those requests. Waits up to 2 s for
+    /// the end of the drain, but not for commands, because one of them may wait for requests that a
+    /// drain holds.
     pub fn resume(&self, name: &str) -> Result<(bool, u64), YardError> {
         let found = self.find_now(name).ok_or(YardError::Closing)?;
         found

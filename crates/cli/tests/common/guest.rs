@@ -181,14 +181,16 @@ impl Guest {
         }
     }
 
-    /// Prints the output, the console, and where the emulator's threads wait. It tells a guest that
-    /// hangs from a server that does not answer.
+    /// Prints the output. For a QEMU guest with a folder, also prints the console and where the
+    /// threads of the emulator wait. This tells a guest that hangs from a server that does not
+    /// answer.
     fn show(&mut self) {
         self.seen.extend(self.lines.try_iter().flat_map(|line| [line, "\n".into()]));
         eprintln!("---- output of the guest ----\n{}", self.seen);
         let Some(folder) = self.folder.as_ref().map(|folder| folder.to_path_buf()) else { return };
         for entry in std::fs::read_dir(&folder).into_iter().flatten().flatten() {
-            if let Ok(console) = std::fs::read_to_string(entry.path().join("console")) {
+            if let Ok(console) = std::fs::read(entry.path().join("console")) {
+                let console = String::from_utf8_lossy(&console);
                 let from = console.lines().count().saturating_sub(40);
                 let last: Vec<_> = console.lines().skip(from).collect();
                 eprintln!("---- console of the guest ----\n{}", last.join("\n"));

@@ -8,20 +8,21 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::on_enospc::OnEnospc;
 
-/// Longest wait for the thread of a drain, which then only lets the requests go on.
+/// Longest wait for the end of a drain's thread. That thread only lets the requests go on then.
 const END_OF_DRAIN: Duration = Duration::from_secs(2);
 
 impl Disk {
     /// Ends a drain, and lets the requests that wait for space try again, on all reactors. Returns
-    /// whether the disk was drained, and the number of requests that waited for space. The disk can
-    /// be drained again then.
+    /// whether the disk was drained, and the number of requests that waited for space. If the disk
+    /// was drained, waits for the thread of the drain, at most for [`END_OF_DRAIN`], so that the
+    /// caller can drain the disk again at once.
     pub fn resume(self: &Arc<Self>) -> (bool, u64) {
-        let was_drained = self.drain.resume();
+        let drained = self.drain.resume();
         let paused = self.retry();
-        if was_drained {
-            self.drain.wait_for_thread(END_OF_DRAIN);
+        if let Some(ended) = drained {
+            self.drain.wait_for_end(ended, END_OF_DRAIN);
         }
-        (was_drained, paused)
+        (drained.is_some(), paused)
     }
 
     fn retry(self: &Arc<Self>) -> u64 {

@@ -138,9 +138,7 @@ impl Queue {
         handle.local::<Queues>().0.borrow_mut().insert(id, queue);
         Ok(())
     }
-}
 
-impl Queue {
     /// Starts a queue of a disk that this reactor has open.
     fn start_on(
         handle: &Handle,

@@ -34,9 +34,7 @@ impl Disk {
         })?;
         Disk::new(image, path).await
     }
-}
 
-impl Disk {
     /// Makes a disk of an image; `path` is its name in errors.
     pub async fn new(image: Image, path: impl Into<PathBuf>) -> Result<Self, ChainError> {
         let path = path.into();

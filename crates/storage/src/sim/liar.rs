@@ -1,4 +1,4 @@
-//! A defective disk, for tests of tests: what checks a storage must detect each of its defects.
+//! A defective disk. Tests use it to test their own checks, which must detect each defect.
 
 use std::cell::Cell;
 use std::future::poll_fn;

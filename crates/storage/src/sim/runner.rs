@@ -139,7 +139,7 @@ impl Drop for Sim {
 }
 
 impl Inner {
-    /// Not generic: it is compiled once, and not for each future.
+    /// Starts a task. It is not generic, so it is compiled once and not for each future.
     fn spawn(&self, future: Pin<Box<dyn Future<Output = ()>>>) {
         let id = self.next.replace(self.next.get() + 1);
         let waker =

@@ -50,9 +50,7 @@ impl Source {
         }
         Ok(Source(placed))
     }
-}
 
-impl Source {
     /// Returns the disk of the part that contains `offset`, the offset in that disk, and the bytes
     /// left in the part.
     fn find(&self, offset: u64) -> (&Disk, u64, u64) {
