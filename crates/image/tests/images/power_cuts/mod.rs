@@ -76,7 +76,7 @@ fn random_lives(plan: impl Fn(u64) -> Plan + Sync, percent: u64, failed_once: &[
 
 #[test]
 fn flushed_data_survive_random_cuts() {
-    let tally = random_lives(Plan::quiet, 45, &QUIET);
+    let tally = random_lives(Plan::quiet, 60, &QUIET);
     assert!(tally.saw_all_operations() || !lives::is_thorough(CUTS), "{tally}");
 }
 
@@ -107,7 +107,7 @@ fn partial_clusters_survive_random_cuts() {
 
 #[test]
 fn answered_writes_survive_deaths_of_the_process() {
-    let tally = random_lives(Plan::dying, 15, &DYING);
+    let tally = random_lives(Plan::dying, 20, &DYING);
     assert!(tally.recoveries_cut > 10 || !lives::is_thorough(CUTS), "{tally}");
 }
 
