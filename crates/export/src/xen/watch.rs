@@ -458,21 +458,41 @@ impl<F: Fn(Wanted)> Watcher<F> {
         }
     }
 
+    /// Reads nodes of one moment, because a toolstack may replace a device meanwhile. Invalid text
+    /// counts as a missing node.
+    fn read_together<const N: usize>(
+        &mut self,
+        path: &str,
+        keys: [&str; N],
+    ) -> Result<[Option<String>; N], StoreError> {
+        self.store.transaction(|t| {
+            let mut values = [const { None }; N];
+            for (value, key) in values.iter_mut().zip(keys) {
+                *value = match t.read(&format!("{path}/{key}")) {
+                    Err(e) if !e.is_lost() => None,
+                    read => read?,
+                };
+            }
+            Ok(values)
+        })
+    }
+
     /// Parses what the nodes of a device request.
     fn parse(&mut self, device: &ToolstackDevice, path: &str) -> Result<Parsed, StoreError> {
-        if let Some(ours) = self.options.script.clone() {
-            let script = self.read(path, "script")?.unwrap_or_default();
-            if script.rsplit('/').next() != Some(ours.as_str()) {
-                return Ok(Parsed::Nothing);
-            }
+        let keys = ["script", "frontend", "frontend-id", "params", "mode", "online", "device-type"];
+        let [script, frontend, number, target, mode, online, kind] =
+            self.read_together(path, keys)?;
+        if let Some(ours) = &self.options.script
+            && script.unwrap_or_default().rsplit('/').next() != Some(ours.as_str())
+        {
+            return Ok(Parsed::Nothing);
         }
-        let mut key = |key: &str| self.read(path, key);
         let (Some(frontend), Some(number), Some(target), Some(mode), Some(_)) =
-            (key("frontend")?, key("frontend-id")?, key("params")?, key("mode")?, key("online")?)
+            (frontend, number, target, mode, online)
         else {
             return Ok(Parsed::Nothing);
         };
-        let kind = key("device-type")?.unwrap_or_else(|| "disk".into());
+        let kind = kind.unwrap_or_else(|| "disk".into());
         let is_path = frontend.starts_with('/')
             && frontend.len() <= PATH_MOST
             && frontend.bytes().all(is_of_path);

@@ -269,6 +269,28 @@ fn invalid_nodes_are_refused_with_their_name() {
 }
 
 #[test]
+fn nodes_of_two_devices_are_never_mixed() {
+    let mut setup = Setup::new();
+    setup.make(XVDA, "/srv/a", &[("online", "")]);
+    let (back, front) = (back(XVDA), front(XVDA));
+    // Two incomplete devices replace each other, each at once. A watch that does not read all nodes
+    // at once reads the first node of one and the last node of the other.
+    for _ in 0..3_000 {
+        let replaced = setup.store.transaction(|t| {
+            t.remove(&format!("{back}/frontend"))?;
+            t.write(&format!("{back}/online"), 1)
+        });
+        replaced.unwrap();
+        let replaced = setup.store.transaction(|t| {
+            t.write(&format!("{back}/frontend"), &front)?;
+            t.remove(&format!("{back}/online"))
+        });
+        replaced.unwrap();
+    }
+    setup.settle();
+}
+
+#[test]
 fn removed_nodes_are_not_created_again() {
     let mut setup = Setup::new();
     setup.make(XVDA, "/srv/a", &[]);
