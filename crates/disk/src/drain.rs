@@ -19,7 +19,7 @@ pub(crate) struct Drain {
     changed: Condvar,
     /// A drain of the disk has a thread.
     has_thread: AtomicBool,
-    /// Number of drains whose threads have ended. It changes with `state` locked.
+    /// Number of drains that have ended. A thread locks `state` before it changes this number.
     ended: AtomicU64,
 }
 
