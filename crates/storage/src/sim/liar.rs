@@ -97,15 +97,5 @@ impl Storage for Liar {
         self.disk.discard(offset, len + more).await
     }
 
-    async fn zero(&self, offset: u64, len: u64, unmap: bool) -> io::Result<()> {
-        self.disk.zero(offset, len, unmap).await
-    }
-
-    async fn set_len(&self, len: u64) -> io::Result<()> {
-        self.disk.set_len(len).await
-    }
-
-    async fn len(&self) -> io::Result<u64> {
-        self.disk.len().await
-    }
+    forward! { { Liar { disk, .. } => inline disk } zero set_len len }
 }
