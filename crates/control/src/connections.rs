@@ -14,10 +14,10 @@ use std::task::{Context, Poll};
 use std::time::Instant;
 
 use axum::body::Body;
-use axum::extract::{Request, State};
-use axum::middleware::Next;
+use axum::extract::Request;
 use axum::response::Response;
 use hyper::body::{Body as _, Bytes, Frame, SizeHint};
+use hyper::service::Service;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 
 /// Maximum number of connections of a listener. Further ones wait in the socket's queue.
@@ -201,20 +201,24 @@ impl Drop for Connection {
 #[derive(Clone)]
 pub(crate) struct Followed(Arc<Activity>);
 
-/// Notes when a request is complete, and when its answer was sent.
-pub(crate) async fn follow(
-    State(Followed(activity)): State<Followed>,
+/// Lets `service` answer a request. Notes when the request is complete, and when its answer was
+/// sent.
+pub(crate) async fn follow<S>(
+    Followed(activity): Followed,
     request: Request,
-    next: Next,
-) -> Response {
+    service: S,
+) -> Result<Response, S::Error>
+where
+    S: Service<Request, Response = Response>,
+{
     if request.body().is_end_stream() && !activity.runs() {
         // The connection is about to end.
         return pending().await;
     }
     let received = |body| Body::new(Received { body, activity: activity.clone() });
-    let response = next.run(request.map(received)).await;
+    let response = service.call(request.map(received)).await?;
     activity.runs();
-    response.map(|body| Body::new(Sent { body, activity }))
+    Ok(response.map(|body| Body::new(Sent { body, activity })))
 }
 
 /// The body of a request. At its end the request is complete.

@@ -9,6 +9,7 @@ use axum::extract::{FromRequestParts, Path, Request, State};
 use axum::http::StatusCode;
 use axum::http::request::Parts;
 use axum::middleware;
+use axum::response::IntoResponse;
 use axum::{Json, Router};
 use serde::de::DeserializeOwned;
 use tokio::sync::Semaphore;
@@ -188,8 +189,11 @@ pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
     let calls = Calls { operator, blocking, long, brief };
     let (router, description) = parts();
     let known = KnownParameters::of(&description);
+    // Shared, because each connection has a clone of the router.
+    let description = Arc::new(description);
+    let describe = move || async move { Json(&*description).into_response() };
     router
-        .route(DESCRIPTION, axum::routing::get(|| async move { Json(description) }))
+        .route(DESCRIPTION, axum::routing::get(describe))
         .with_state(calls)
         .merge(scrapes.router())
         .merge(streams)

@@ -14,8 +14,12 @@ use std::task::{Context, Poll};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use axum::{Router, middleware};
+use axum::Router;
+use axum::body::Body;
 use blockyard_ring::sandbox::{self, Kind};
+use hyper::body::Incoming;
+use hyper::http::Extensions;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -209,9 +213,13 @@ async fn accept_api(
             Ok(((stream, _), accepted)) => match access.check(&stream) {
                 Ok(peer) => {
                     let Some(place) = door.connections.place(accepted).await else { return };
-                    let router = router.clone().layer(axum::Extension(peer));
+                    let name = peer.to_string();
                     let connection = door.connections.add(place);
-                    tokio::spawn(serve(stream, peer.to_string(), router, connection, door.limits));
+                    let extend = move |extensions: &mut Extensions| {
+                        extensions.insert(peer);
+                    };
+                    let client = Client { stream, name, extend };
+                    tokio::spawn(serve(client, router.clone(), connection, door.limits));
                 }
                 Err(e) => lines.refused(&e),
             },
@@ -230,8 +238,8 @@ async fn accept_metrics(listener: tokio::net::TcpListener, router: Router, mut d
             Ok(((stream, peer), accepted)) => {
                 let Some(place) = door.connections.place(accepted).await else { return };
                 let connection = door.connections.add(place);
-                let router = router.clone();
-                tokio::spawn(serve(stream, peer.to_string(), router, connection, door.limits));
+                let client = Client { stream, name: peer.to_string(), extend: |_: &mut _| {} };
+                tokio::spawn(serve(client, router.clone(), connection, door.limits));
             }
             Err(e) => cannot_accept(&lines, "metrics", &e).await,
         }
@@ -243,19 +251,37 @@ async fn cannot_accept(lines: &ConnectionLog, what: &str, error: &io::Error) {
     tokio::time::sleep(ACCEPT_PAUSE).await;
 }
 
+/// The other end of a connection.
+struct Client<S, E> {
+    stream: S,
+    name: String,
+    /// Adds what the calls must know of the client to a request.
+    extend: E,
+}
+
 async fn serve(
-    stream: impl AsyncRead + AsyncWrite + Send + 'static,
-    peer: String,
+    client: Client<
+        impl AsyncRead + AsyncWrite + Send + 'static,
+        impl Fn(&mut Extensions) + Send + 'static,
+    >,
     router: Router,
     connection: Connection,
     limits: ClientLimits,
 ) {
+    let Client { stream, name: peer, extend } = client;
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(limits.stall));
     let cutoff = Cutoff::default();
-    let router = router.layer(axum::Extension(cutoff.clone())).layer(axum::Extension(limits));
-    let router = router.layer(middleware::from_fn_with_state(connection.activity(), follow));
-    let service = TowerToHyperService::new(router);
+    // What a connection adds is not a layer of the router: each layer copies all routes.
+    let (activity, router) = (connection.activity(), TowerToHyperService::new(router));
+    let service = service_fn(|request: hyper::Request<Incoming>| {
+        let mut request = request.map(Body::new);
+        let extensions = request.extensions_mut();
+        extensions.insert(cutoff.clone());
+        extensions.insert(limits);
+        extend(extensions);
+        follow(activity.clone(), request, router.clone())
+    });
     let served = hyper::server::conn::http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.header)
