@@ -110,7 +110,11 @@ impl Entrance {
             let flags = if has_work { EnterFlags::GETEVENTS } else { EnterFlags::empty() };
             return if queued > 0 || has_work { self.call(queued, 0, flags, None) } else { Ok(()) };
         };
-        self.call(queued, 1, EnterFlags::GETEVENTS, timeout)
+        // A wait of no time would still program a timer of the processor, which takes microseconds
+        // on a virtual machine.
+        let (least, timeout) =
+            if timeout == Some(Duration::ZERO) { (0, None) } else { (1, timeout) };
+        self.call(queued, least, EnterFlags::GETEVENTS, timeout)
     }
 
     fn call(
