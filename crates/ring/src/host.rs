@@ -359,6 +359,7 @@ pub fn open_descriptors() -> io::Result<u64> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::own_process;
 
     /// A temporary folder of a test, deleted at its end.
     struct Folder(std::path::PathBuf);
@@ -412,6 +413,11 @@ mod tests {
 
     #[test]
     fn locks_conflict_between_open_file_descriptions() {
+        // The child processes of other tests would hold the locks too, until their `exec`.
+        own_process::run(locks_conflict);
+    }
+
+    fn locks_conflict() {
         let folder = folder();
         let path = folder.join("lock");
         let open = || {
