@@ -5,16 +5,12 @@ use std::time::Duration;
 use blockyard_sched::Knobs;
 
 use crate::model::{Got, Guest, MS, Model, Mood, S, Simulation};
-use crate::orders::{BOTH, END, Order, arrive, thrasher};
+use crate::orders::{BOTH, END, Neighbours, Order, arrive, cost, thrasher, unscheduled};
 
 const PLAIN: Model = Model { spread: 30, ..Model::PLAIN };
 
 fn mean(got: &Got) -> f64 {
     got.latencies.iter().sum::<u64>() as f64 / got.operations as f64
-}
-
-fn cost(all: &[Got]) -> f64 {
-    all.iter().map(|got| got.cost).sum::<u64>() as f64
 }
 
 /// Returns the lowest rate in a second, as a part of the mean rate of `alone`. With fewer than a
@@ -34,15 +30,15 @@ fn figures_of_resctl_bench() {
     for calibrated in [false, true] {
         let model = Model { calibrated, ..PLAIN };
         for depth in [1, 4, 7] {
+            let beside = Neighbours { thrashers: &[thrasher()], others: &[] };
+            let free = unscheduled(model, &Guest::reads(depth), &beside);
             for order in [Order::PoliteFirst, Order::ThrasherFirst, Order::Together] {
                 let guests = arrive(order, &Guest::reads(depth), &[thrasher()]);
                 let alone = Simulation::new(model, &guests[..1]).run(BOTH, END).remove(0);
-                let free = Model { scheduled: false, ..model };
-                let free = Simulation::new(free, &guests).run(BOTH, END);
                 let beside = Simulation::new(model, &guests).run(BOTH, END);
                 let isolation = isolation(&alone, &beside[0]);
                 let impact = mean(&beside[0]) / mean(&alone) - 1.0;
-                let conserved = cost(&beside) / cost(&free);
+                let conserved = cost(&beside) / free;
                 let row = format!(
                     "calibrated: {calibrated}, depth {depth}, {order:?}: isol-01 {isolation:.3}, \
                      lat-imp {impact:.3}, work-csv {conserved:.3}"
