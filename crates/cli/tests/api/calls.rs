@@ -350,11 +350,13 @@ fn the_cache_mode_of_a_disk_changes_and_its_data_stay() {
     let problem = server.bad("PATCH", &target, &body.to_string(), 409);
     assert!(problem["detail"].as_str().unwrap().contains("lacks the magic bytes"), "{problem}");
     image.write_all_at(b"QFI\xfb\0", 0).unwrap();
-    server.good("POST", "/v1/disks/a/snapshot", json!({ "overlay": top }));
+    let job = server.good("POST", "/v1/disks/a/snapshot", json!({ "overlay": top }));
+    let job = format!("/v1/jobs/{}", job["number"]);
     until("the snapshot is taken", SOON, || {
-        let disk = server.good("GET", "/v1/disks/a", Value::Null);
-        disk["images"].as_str().unwrap().contains("top.qcow2")
+        server.good("GET", &job, Value::Null)["state"] == "done"
     });
+    let disk = server.good("GET", "/v1/disks/a", Value::Null);
+    assert!(disk["images"].as_str().unwrap().contains("top.qcow2"), "{disk}");
     let (target, body) = change("", "none");
     let problem = server.bad("PATCH", &target, &body.to_string(), 409);
     assert!(problem["detail"].as_str().unwrap().contains("overlay"), "{problem}");
