@@ -108,6 +108,9 @@ pub fn judge(scratch: &Scratch, image: &str, expected: &[u8]) {
 
 /// Returns random bytes.
 pub fn random(len: usize, seed: u64) -> Vec<u8> {
-    let mut rng = Rng::new(seed);
-    (0..len / 8).flat_map(|_| rng.next_u64().to_ne_bytes()).collect()
+    let (mut rng, mut bytes) = (Rng::new(seed), vec![0; len / 8 * 8]);
+    for word in bytes.chunks_exact_mut(8) {
+        word.copy_from_slice(&rng.next_u64().to_ne_bytes());
+    }
+    bytes
 }

@@ -31,7 +31,7 @@ fn figures_of_resctl_bench() {
         let model = Model { calibrated, ..PLAIN };
         for depth in [1, 4, 7] {
             let beside = Neighbours { thrashers: &[thrasher()], others: &[] };
-            let free = unscheduled(model, &Guest::reads(depth), &beside);
+            let free = unscheduled(model, Order::Together, &Guest::reads(depth), &beside);
             for order in [Order::PoliteFirst, Order::ThrasherFirst, Order::Together] {
                 let guests = arrive(order, &Guest::reads(depth), &[thrasher()]);
                 let alone = Simulation::new(model, &guests[..1]).run(BOTH, END).remove(0);

@@ -69,10 +69,10 @@ pub fn cost(got: &[Got]) -> f64 {
     got.iter().map(|g| g.cost).sum::<u64>() as f64
 }
 
-/// Returns the cost of all that completes without the scheduler. The thrashers keep the device busy
-/// in each order, so this cost is that of all orders.
-pub fn unscheduled(model: Model, polite: &Guest, beside: &Neighbours) -> f64 {
-    let mut guests = arrive(Order::Together, polite, beside.thrashers);
+/// Returns the cost of all that completes without the scheduler. It is the same for all orders in
+/// which the polite guest does not rest.
+pub fn unscheduled(model: Model, order: Order, polite: &Guest, beside: &Neighbours) -> f64 {
+    let mut guests = arrive(order, polite, beside.thrashers);
     guests.extend_from_slice(beside.others);
     cost(&Simulation::new(Model { scheduled: false, ..model }, &guests).run(BOTH, END))
 }
@@ -155,8 +155,12 @@ pub fn holds_beside(model: Model, bounds: &Bounds, beside: &Neighbours, orders: 
     let mut missed = Vec::new();
     for depth in [1, 8] {
         let polite = Guest::reads(depth);
-        let free = unscheduled(model, &polite, beside);
+        let together = unscheduled(model, Order::Together, &polite, beside);
         for order in orders.iter().copied() {
+            let free = match order {
+                Order::Shifts | Order::Returns => unscheduled(model, order, &polite, beside),
+                _ => together,
+            };
             let kept = measure(model, order, &polite, beside, free);
             let is_met = kept.part >= bounds.kept
                 && kept.p99 <= bounds.p99

@@ -490,8 +490,8 @@ mod tests {
     /// half a change. If the two threads rarely run at once, it sees fewer changes in more reads.
     #[test]
     fn both_words_of_an_extended_entry_change_together() {
-        const CHANGES: u32 = 1_000_000;
-        const READS: u32 = 50_000_000;
+        const CHANGES: u32 = 200_000;
+        const READS: u32 = 10_000_000;
         let before = Entry { word: COMPRESSED | 0x1234, bitmap: 0 };
         let written = Entry { word: COPIED | 0x50000, bitmap: 0xffff_ffff };
         let discarded = Entry { word: 0, bitmap: 0xffff_ffff << 32 };
