@@ -140,8 +140,7 @@ impl Executor {
             workers: Workers::of(BLOCKING),
             computations: Computations::default(),
         };
-        // Completion coalescing waits for tens of microseconds; the default timer slack of 50 us
-        // would double that.
+        // A policy may wait for some hundred microseconds, and the default timer slack is 50 us.
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1_000));
         Ok(Executor { handle: Handle(Rc::new(inner), None) })
     }
@@ -169,9 +168,10 @@ impl Executor {
 
     fn event_loop(&self, inner: &Inner) -> io::Result<()> {
         let mut listener = inner.listen();
-        while !inner.stop.get() {
+        let mut ended = Ok(());
+        while !inner.stop.get() && ended.is_ok() {
             inner.poll_ready();
-            inner.iterate()?;
+            ended = inner.iterate();
             if inner.remote_rung.take() {
                 if inner.uring.borrow_mut().take(listener).is_some() {
                     listener = inner.listen();
@@ -183,7 +183,7 @@ impl Executor {
             }
         }
         inner.uring.borrow_mut().abandon(listener);
-        Ok(())
+        ended
     }
 
     /// Runs the jobs of other threads. Jobs that arrive during this call wait for the next
