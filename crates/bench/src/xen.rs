@@ -15,7 +15,7 @@ use std::time::Instant;
 
 use anyhow::Context;
 use blockyard_disk::{Disk, DiskOptions, Source};
-use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
+use blockyard_export::vhost_user::{QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::xen::{Name, Xen, XenData, XenOptions};
 use blockyard_export::{Export, Listener, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
@@ -146,7 +146,6 @@ impl<'a> Stage<'a> {
         let load = self.options.load.options(self.socket.clone());
         let tuning = Tuning {
             poll,
-            coalesce: Coalesce::Auto,
             in_band: false,
             pin_memory: false,
             any_memory_file: false,

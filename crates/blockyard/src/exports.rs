@@ -6,7 +6,6 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use blockyard_disk::Disk;
 use blockyard_export::nbd::{self, Exported, Server, Settings};
-use blockyard_export::policy::notify::Coalesce;
 use blockyard_export::ublk::{PARCELS, Ublk, UblkOptions, number_in};
 use blockyard_export::vhost_user::{self, HandedSocket, QueueShape, Tuning, VhostUser};
 use blockyard_export::xen::{Name, Xen, XenData, XenOptions, records};
@@ -73,7 +72,6 @@ impl One {
     ) -> Result<VhostUser, WayError> {
         let tuning = Tuning {
             poll: PollMode::Auto,
-            coalesce: Coalesce::Auto,
             in_band: false,
             pin_memory: false,
             any_memory_file: false,

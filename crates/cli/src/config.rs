@@ -340,7 +340,7 @@ mod tests {
         let config = read(
             "reactors = 2\n[[disk]]\nimage = \"/a/root.img\"\nvhost-user = \"/run/root.sock\"\n\
              cache = \"writethrough\"\n\
-             queues = 4\nqueue-size = 256\npoll = \"off\"\ncoalesce = 50\nfilters = \
+             queues = 4\nqueue-size = 256\npoll = \"off\"\nfilters = \
              [\"delay:read=1ms\"]\n\
              [[disk]]\nname = \"data\"\nimage = \"ram:1G\"\nvhost-user = \"/run/data.sock\"\n",
         )

@@ -2,7 +2,7 @@
 
 use blockyard_disk::WriteFigures;
 use blockyard_disk::{OpKind, Statistics};
-use blockyard_export::policy::notify::NotifyFigures;
+use blockyard_export::policy::SignalFigures;
 use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::{PollingFigures, Strategy};
 use blockyard_export::policy::unkicked::LookFigures;
@@ -72,8 +72,9 @@ pub fn log_policies(disk: &str, policies: &PolicyFigures) {
             "placement: moved {to_guest} times to the guest's processors, {home} times back"
         );
     }
-    if policies.notify.signals > 0 {
-        tracing::info!(disk, "signals: {}", describe_signals(&policies.notify));
+    let SignalFigures { completions, signals } = policies.signals;
+    if signals > 0 {
+        tracing::info!(disk, "signals: {signals} for {completions} completions");
     }
     let LookFigures { quick, slower, idle, period } = policies.looks;
     if let Some(period) = period {
@@ -112,18 +113,6 @@ fn describe_polling(figures: &PollingFigures) -> Option<String> {
             tried.join(", ")
         )
     })
-}
-
-fn describe_signals(figures: &NotifyFigures) -> String {
-    let NotifyFigures { completions, signals, full, gathered, vain, skipped } = figures;
-    let mut text = format!("{signals} for {completions} completions");
-    if full + gathered + vain + skipped > 0 {
-        text += &format!(
-            "; {full} because enough were pending, {gathered} after a wait that coalesced more, \
-             {vain} after a wait without more, {skipped} at once because recent waits brought none"
-        );
-    }
-    text
 }
 
 /// Describes the use of a share. Means are over `operations`.

@@ -213,8 +213,9 @@ pub struct PolicyFigures {
     pub writes: BTreeMap<String, u64>,
     /// Number of completions for which the guest wanted a signal.
     pub completions: u64,
-    /// Signals to the guest, by cause.
-    pub signals: BTreeMap<String, u64>,
+    /// Number of signals to the guest.
+    #[serde(default)]
+    pub signals_sent: u64,
     /// Looks at the rings of queues without kicks, by the time between two of them: `quick`,
     /// `slower`, or `idle`.
     #[serde(default)]

@@ -13,8 +13,8 @@ use blockyard_disk::{Disk, DiskOptions, LocalDisk, OpKind, Source};
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::ring::{Buffer, Ring, RingOptions};
 use blockyard_driver::{Connection, Memory, RingSetup, SplitRing, feature};
-use blockyard_export::policy::notify::NotifyFigures;
-use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
+use blockyard_export::policy::SignalFigures;
+use blockyard_export::vhost_user::{QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Export, Listener, PolicyFigures, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
@@ -48,7 +48,6 @@ impl Fixture {
         let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
         let tuning = Tuning {
             poll: PollMode::Off,
-            coalesce: Coalesce::Auto,
             in_band: false,
             pin_memory: false,
             any_memory_file: false,
@@ -313,7 +312,7 @@ fn figures_of_policies_outlive_the_queue() {
             .ask(move |handle, reply| reply.send(PolicyFigures::known(handle, &disk)))
             .unwrap()
     };
-    let NotifyFigures { completions, signals, .. } = figures(export.disk.clone()).notify;
+    let SignalFigures { completions, signals } = figures(export.disk.clone()).signals;
     assert_eq!((completions, signals), (1, 1));
     let other = Fixture::start(SecondClient::Wait);
     assert_eq!(figures(other.disk.clone()), PolicyFigures::default(), "a disk of another reactor");

@@ -11,7 +11,6 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, Source};
-use blockyard_export::vhost_user::Coalesce;
 use blockyard_export::vhost_user::parts::{Call, DeviceState, MAX_CHAIN, QueueHandle, QueueSetup};
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
@@ -110,7 +109,6 @@ impl Guest {
             error: None,
             enabled: true,
             poll: PollMode::Off,
-            coalesce: Coalesce::Auto,
             held: false,
             marks: None,
             peer: None,

@@ -11,7 +11,7 @@ use blockyard_control::figures::{
 };
 use blockyard_disk::{Counts, Latencies, OpKind, WriteFigures};
 use blockyard_export::policy;
-use blockyard_export::policy::notify::NotifyFigures;
+use blockyard_export::policy::SignalFigures;
 use blockyard_export::policy::placement::PlacementFigures;
 use blockyard_export::policy::polling::Strategy;
 use blockyard_export::policy::unkicked::LookFigures;
@@ -167,7 +167,7 @@ fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFi
     // The names of the log have spaces, which are awkward in queries.
     let name = |kind: Strategy| kind.name().replace(", ", "-").replace(' ', "-");
     let chosen = |kind: Strategy| (name(kind), policies.polling.of(kind).chosen);
-    let NotifyFigures { completions, signals, full, gathered, vain, skipped } = policies.notify;
+    let SignalFigures { completions, signals } = policies.signals;
     let rate = |kind: Strategy| {
         let last = policies.polling.of(kind).last;
         (name(kind), last.map_or(0.0, |last| last.value))
@@ -176,8 +176,6 @@ fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFi
     let PlacementFigures { to_guest, home } = policies.placement;
     let LookFigures { quick, slower, idle, period } = policies.looks;
     let SlowCallFigures { slow, measured, elsewhere, last: slow_call } = policies.slow_calls;
-    // Signals that no wait preceded, because the policy does not coalesce.
-    let direct = signals.saturating_sub(full + gathered + vain + skipped);
     PolicyFigures {
         polling: Strategy::ALL.map(chosen).into(),
         polling_rates: Strategy::ALL.map(rate).into(),
@@ -192,13 +190,7 @@ fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFi
             ("paced", paced),
         ]),
         completions,
-        signals: named([
-            ("direct", direct),
-            ("full", full),
-            ("gathered", gathered),
-            ("vain", vain),
-            ("skipped", skipped),
-        ]),
+        signals_sent: signals,
         looks: named([("quick", quick), ("slower", slower), ("idle", idle)]),
         slow_calls: named([("slow", slow), ("measured", measured), ("elsewhere", elsewhere)]),
         last: named([

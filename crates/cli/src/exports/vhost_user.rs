@@ -61,7 +61,6 @@ impl super::Kind for Kind {
         let socket = args.vhost_user.clone()?;
         let tuning = Tuning {
             poll: args.poll,
-            coalesce: args.coalesce,
             in_band: args.in_band_notifications,
             pin_memory: args.pin_memory,
             any_memory_file: args.allow_any_memory_file,

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use blockyard_disk::OnEnospc;
 use blockyard_export::PollMode;
-use blockyard_export::vhost_user::{Coalesce, SecondClient};
+use blockyard_export::vhost_user::SecondClient;
 use blockyard_export::xen::XenData;
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainOptions, Format, Overlaid};
@@ -239,15 +239,6 @@ pub struct DiskArgs {
     #[serde(default = "auto_poll", deserialize_with = "values::poll")]
     pub poll: PollMode,
 
-    /// How long to coalesce completions before a call to the guest: auto, off, or microseconds.
-    ///
-    /// auto: only for User Mode Linux.
-    #[arg(long, default_value = "auto", value_name = "MODE", help_heading = "Queues",
-        value_parser = suggest(&["auto", "off"], values::parse_coalesce),
-        hide_possible_values = true)]
-    #[serde(default = "auto_coalesce", deserialize_with = "values::coalesce")]
-    pub coalesce: Coalesce,
-
     /// Send kicks and calls as vhost-user messages instead of eventfds. Slow.
     ///
     /// User Mode Linux in simulated time (time-travel=ext) needs it.
@@ -309,10 +300,6 @@ fn default_queue_size() -> u16 {
 
 fn auto_poll() -> PollMode {
     PollMode::Auto
-}
-
-fn auto_coalesce() -> Coalesce {
-    Coalesce::Auto
 }
 
 fn nbd_patience() -> Duration {

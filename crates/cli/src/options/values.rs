@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use blockyard_disk::Filter;
 use blockyard_export::PollMode;
-use blockyard_export::vhost_user::{Coalesce, SecondClient};
+use blockyard_export::vhost_user::SecondClient;
 use blockyard_export::xen::XenData;
 use blockyard_image::{CacheMode, Format};
 use blockyard_yard::Activation;
@@ -268,14 +268,6 @@ pub fn parse_poll(s: &str) -> Result<PollMode, String> {
     }
 }
 
-pub fn parse_coalesce(s: &str) -> Result<Coalesce, String> {
-    match s {
-        "auto" => Ok(Coalesce::Auto),
-        "off" => Ok(Coalesce::Fixed(Duration::ZERO)),
-        _ => microseconds(s, "coalesce").map(Coalesce::Fixed),
-    }
-}
-
 fn microseconds(s: &str, what: &str) -> Result<Duration, String> {
     let time = s.parse().ok().filter(|us| *us <= 100_000).map(Duration::from_micros);
     time.ok_or_else(|| format!("{what} is auto, off, or microseconds from 0 to 100000"))
@@ -377,8 +369,4 @@ pub fn activation<'de, D: Deserializer<'de>>(d: D) -> Result<Activation, D::Erro
 
 pub fn poll<'de, D: Deserializer<'de>>(d: D) -> Result<PollMode, D::Error> {
     parsed(d, parse_poll)
-}
-
-pub fn coalesce<'de, D: Deserializer<'de>>(d: D) -> Result<Coalesce, D::Error> {
-    parsed(d, parse_coalesce)
 }

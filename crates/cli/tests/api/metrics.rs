@@ -18,7 +18,7 @@ use crate::exposition::{Family, parse};
 use crate::server::Server;
 
 /// Labels that distinguish values of one thing. The others distinguish things that must all move.
-const VALUES: [&str; 6] = ["disk", "reactor", "le", "policy", "decision", "cause"];
+const VALUES: [&str; 5] = ["disk", "reactor", "le", "policy", "decision"];
 
 pub fn scrape(server: &Server) -> Vec<Family> {
     let mut stream = server.connect();

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use blockyard_disk::{Disk, DiskOptions, LocalDisk, OpKind, SnapshotOptions, Source, WorkError};
-use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
+use blockyard_export::vhost_user::{QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Export, Listener, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
 
@@ -34,7 +34,6 @@ impl Server {
         let (shape, poll) = (QueueShape { queues: 2, size: 256 }, PollMode::Auto);
         let tuning = Tuning {
             poll,
-            coalesce: Coalesce::Auto,
             in_band: false,
             pin_memory: false,
             any_memory_file: false,

@@ -56,7 +56,6 @@ fn wrong_option_values_are_refused() {
         (&["--on-reactors", "x"], &["'x'", "a list of reactors is numbers from 0 on"]),
         (&["--on-reactors", "0", "--nbd", "unix:n"], &["--on-reactors is not for --nbd"]),
         (&["--poll", "often"], &["poll is auto, off, or microseconds"]),
-        (&["--coalesce", "-1"], &["--coalesce: '-1' is negative"]),
         (&["--iops", "-5"], &["--iops: '-5' is negative, and a value here is not"]),
         (&["--bps", "-5M"], &["--bps: '-5M' is negative"]),
         (&["--l2-cache", "-5M"], &["--l2-cache: '-5M' is negative"]),

@@ -253,11 +253,9 @@ const METRICS: &[Metric] = &[
         "Completions for which the guest wanted a signal.",
         |disk, emit| emit("", disk.policies.completions.into()),
     ),
-    counter(
-        "blockyard_disk_signals_total",
-        "Signals to the guest, by the cause of their moment.",
-        |disk, emit| by_name(emit, "cause", &disk.policies.signals),
-    ),
+    counter("blockyard_disk_signals_total", "Signals to the guest.", |disk, emit| {
+        emit("", disk.policies.signals_sent.into())
+    }),
 ];
 
 const QUEUE: Family = Family {

@@ -3,7 +3,6 @@
 //!
 //! ```text
 //!   polling     what a queue does when it has no request to take
-//!   notify      when the guest is notified of completions
 //!   placement   on which processors a reactor runs
 //!   unkicked    when a queue without kicks looks at its ring
 //! ```
@@ -12,7 +11,6 @@
 //! caller carries out the decisions. [`PolicyFigures`] reports the decisions and the measured rates
 //! of each disk.
 
-pub mod notify;
 pub mod placement;
 pub mod polling;
 #[cfg(test)]
@@ -26,7 +24,6 @@ use std::sync::{Arc, Weak};
 use blockyard_disk::Disk;
 use blockyard_ring::{Handle, SlowCallCounters, SlowCallFigures};
 
-use notify::NotifyFigures;
 use placement::PlacementFigures;
 use polling::PollingFigures;
 use unkicked::LookFigures;
@@ -36,11 +33,25 @@ use unkicked::LookFigures;
 #[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct PolicyFigures {
     pub polling: PollingFigures,
-    pub notify: NotifyFigures,
+    pub signals: SignalFigures,
     pub placement: PlacementFigures,
     pub looks: LookFigures,
     /// Signals to guests, and calls on the connections of NBD clients.
     pub slow_calls: SlowCallFigures,
+}
+
+/// Number of signals to the guest, and of the completions for which it wanted them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SignalFigures {
+    pub completions: u64,
+    pub signals: u64,
+}
+
+impl SignalFigures {
+    fn merge(&mut self, other: &SignalFigures) {
+        self.completions += other.completions;
+        self.signals += other.signals;
+    }
 }
 
 impl PolicyFigures {
@@ -51,7 +62,7 @@ impl PolicyFigures {
 
     pub fn merge(&mut self, other: &PolicyFigures) {
         self.polling.merge(&other.polling);
-        self.notify.merge(&other.notify);
+        self.signals.merge(&other.signals);
         self.placement.merge(&other.placement);
         self.looks.merge(&other.looks);
         self.slow_calls.merge(&other.slow_calls);
@@ -63,7 +74,7 @@ impl PolicyFigures {
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     pub polling: Cell<PollingFigures>,
-    pub notify: Cell<NotifyFigures>,
+    pub signals: Cell<SignalFigures>,
     pub placement: Cell<PlacementFigures>,
     pub looks: Cell<LookFigures>,
     pub slow_calls: Rc<SlowCallCounters>,
@@ -99,7 +110,7 @@ impl Counters {
     fn figures(&self) -> PolicyFigures {
         PolicyFigures {
             polling: self.polling.get(),
-            notify: self.notify.get(),
+            signals: self.signals.get(),
             placement: self.placement.get(),
             looks: self.looks.get(),
             slow_calls: self.slow_calls.figures(),

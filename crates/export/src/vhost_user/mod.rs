@@ -50,7 +50,6 @@ use blockyard_ring::Mapper;
 use blockyard_ring::parcel::Parcel;
 use rustix::event::{PollFd, PollFlags, Timespec};
 
-pub use crate::policy::notify::Coalesce;
 pub use config::QueueShape;
 pub use handed::{Before, HandedSocket};
 pub use handover::KIND;
@@ -81,7 +80,6 @@ use waiting::{FrontEnd, Waiting};
 #[derive(Clone, Copy, Debug)]
 pub struct Tuning {
     pub poll: PollMode,
-    pub coalesce: Coalesce,
     /// Offer in-band notifications, which UML's time travel needs.
     pub in_band: bool,
     /// Register the guest's memory with io_uring, which pins it.

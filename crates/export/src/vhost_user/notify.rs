@@ -1,4 +1,4 @@
-//! Signals the guest. [`crate::policy::notify`] decides when.
+//! Signals the guest.
 //!
 //! A virtual machine's front end gives an eventfd, User Mode Linux a Unix stream socket.
 //!

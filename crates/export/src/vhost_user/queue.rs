@@ -40,7 +40,6 @@ use crate::PollMode;
 use crate::budget::{self, Budget, REQUEST};
 use crate::lanes::Lanes;
 use crate::policy::Counters;
-use crate::policy::notify::Coalesce;
 use crate::policy::placement::Placement;
 use crate::policy::unkicked::Looks;
 use crate::start::StartError;
@@ -94,7 +93,6 @@ pub struct QueueSetup {
     /// What the queue marks for live migration.
     pub marks: Option<Marks>,
     pub poll: PollMode,
-    pub coalesce: Coalesce,
     /// The queue takes no request before [`QueueHandle::release`].
     pub held: bool,
     /// The front end's process, if it is known.
@@ -125,7 +123,6 @@ pub struct Queue {
     held: Cell<bool>,
     /// The front end gave no kick descriptor, so the queue looks at its ring by a timer.
     looks: Option<Looks>,
-    coalesce: Coalesce,
     stopping: RefCell<Option<Reply<u32>>>,
     /// The queue stops, and leaves chains that have not begun in the in-flight region.
     suspends: Cell<bool>,
@@ -171,7 +168,6 @@ impl Queue {
             enabled: Cell::new(setup.enabled),
             held: Cell::new(setup.held),
             looks,
-            coalesce: setup.coalesce,
             stopping: RefCell::new(None),
             suspends: Cell::new(false),
             device: setup.device,
@@ -297,12 +293,9 @@ impl Queue {
             }
             core.publish();
             core.log_changed();
-            if core.ring.wants_signal() && core.coalescer.published(new, now) {
-                core.signal();
+            if core.ring.wants_signal() {
+                core.signal_of(new);
             }
-        }
-        if core.coalescer.expired(now) {
-            core.signal();
         }
     }
 
@@ -558,9 +551,6 @@ impl Queue {
         let mut core = self.core.borrow_mut();
         if let Some(processors) = core.placement.moves(false, placement::is_away()) {
             placement::move_to(processors);
-        }
-        if core.coalescer.due().is_some() {
-            core.signal();
         }
         if self.enabled.get() {
             core.disable_kicks();

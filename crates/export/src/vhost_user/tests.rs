@@ -38,7 +38,6 @@ fn export(name: &str) -> (VhostUser, PathBuf) {
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
     let tuning = Tuning {
         poll: PollMode::Off,
-        coalesce: Coalesce::Auto,
         in_band: false,
         pin_memory: false,
         any_memory_file: false,

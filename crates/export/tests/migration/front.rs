@@ -11,7 +11,7 @@ use blockyard_disk::{Disk, DiskOptions, Filter, Source};
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::ring::{Ring, RingOptions};
 use blockyard_driver::{Connection, Data, Memory, Queue, feature, request, status};
-use blockyard_export::vhost_user::{Coalesce, QueueShape, SecondClient, Tuning, VhostUser};
+use blockyard_export::vhost_user::{QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Listener, PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::SharedWords;
@@ -92,7 +92,6 @@ impl<T: Ring> Front<T> {
         let disk = Arc::new(disk);
         let tuning = Tuning {
             poll: PollMode::Off,
-            coalesce: Coalesce::Auto,
             in_band: false,
             pin_memory: false,
             any_memory_file: false,

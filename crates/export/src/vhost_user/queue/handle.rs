@@ -90,7 +90,7 @@ impl QueueHandle {
 
     /// Replaces the call descriptor.
     pub fn set_call(&self, call: Call) -> PendingReply<()> {
-        self.with(move |queue| queue.core.borrow_mut().set_call(call, queue.coalesce))
+        self.with(move |queue| queue.core.borrow_mut().set_call(call))
     }
 
     /// Replaces the error descriptor.

@@ -60,12 +60,10 @@ impl Queue {
         self.core.borrow().polling.gather()
     }
 
-    /// Busy-polls the ring for at most `limit`, and no longer than a coalesced signal may wait.
-    /// Returns true if a chain is available, if the queue must stop or publish, or if the ring is
-    /// disabled.
+    /// Busy-polls the ring for at most `limit`. Returns true if a chain is available, if the queue
+    /// must stop or publish, or if the ring is disabled.
     pub(super) async fn busy_poll(&self, limit: Duration) -> bool {
         let until = self.handle.read_clock() + limit;
-        let until = self.core.borrow().coalescer.due().map_or(until, |due| due.min(until));
         self.core.borrow_mut().disable_kicks();
         let goes_on = || self.enabled.get() && self.stopping.borrow().is_none();
         while self.core.borrow().unpublished == 0 && goes_on() {
@@ -84,9 +82,6 @@ impl Queue {
 
     /// Sleeps until an event. `takes`: requests that the guest offers are an event.
     pub(super) async fn sleep(&self, takes: bool) {
-        if let Some(due) = self.core.borrow().coalescer.due() {
-            self.handle.wake_at(due);
-        }
         if let Some(looks) = &self.looks
             && takes
         {

@@ -12,7 +12,6 @@ use blockyard_ring::{GuestMemory, MemoryAlarm, Segments};
 use super::QueueSetup;
 use super::marks::Marks;
 use crate::policy::Counters;
-use crate::policy::notify::{Coalesce, Coalescer};
 use crate::policy::placement::Placement;
 use crate::policy::polling::PollingPolicy;
 use crate::vhost_user::inflight::{Inflight, PackedChain};
@@ -52,7 +51,6 @@ pub(super) struct Core {
     pub(super) pending: Vec<Pending>,
     pub(super) pool: Vec<Segments>,
     pub(super) call: Call,
-    pub(super) coalescer: Coalescer,
     pub(super) polling: PollingPolicy,
     pub(super) placement: Placement,
     pub(super) counters: Rc<Counters>,
@@ -104,8 +102,6 @@ impl Core {
             Self::split(setup, &memory, &mut inflight)?
         };
         let call = std::mem::replace(&mut setup.call, Call::None);
-        let coalescer =
-            Coalescer::new(setup.coalesce.wait(call.is_stream()), ring.size(), counters.clone());
         let mut polling =
             PollingPolicy::new(setup.poll, placement.can_move(), now, counters.clone());
         polling.set_notified_by_stream(call.is_stream());
@@ -119,7 +115,6 @@ impl Core {
             descs: Vec::new(),
             pool: Vec::new(),
             call,
-            coalescer,
             polling,
             placement,
             counters,
@@ -271,12 +266,20 @@ impl Core {
         self.memory = memory;
     }
 
-    pub(super) fn set_call(&mut self, call: Call, coalesce: Coalesce) {
-        let wait = coalesce.wait(call.is_stream());
-        self.coalescer = Coalescer::new(wait, self.ring.size(), self.counters.clone());
+    pub(super) fn set_call(&mut self, call: Call) {
         self.polling.set_notified_by_stream(call.is_stream());
         self.call = call;
         // Signals on the old descriptor may be lost, so signal on the new one.
+        self.signal();
+    }
+
+    /// Signals the guest that `completions` were published. Never blocks.
+    #[inline]
+    pub(super) fn signal_of(&mut self, completions: u32) {
+        let mut figures = self.counters.signals.get();
+        figures.completions += u64::from(completions);
+        figures.signals += 1;
+        self.counters.signals.set(figures);
         self.signal();
     }
 

@@ -131,7 +131,6 @@ impl<R: Ring> Load<R> {
             error: None,
             enabled: true,
             poll: PollMode::Off,
-            coalesce: Coalesce::Auto,
             held: false,
             marks: None,
             peer: None,

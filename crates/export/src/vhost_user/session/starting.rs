@@ -62,7 +62,6 @@ impl Session {
             enabled: vring.enabled || !self.state.has(config::F_PROTOCOL),
             marks: self.marks(index)?,
             poll: self.tuning.poll,
-            coalesce: self.tuning.coalesce,
             held: self.holds,
             peer: self.peer,
         })

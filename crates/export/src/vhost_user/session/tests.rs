@@ -16,7 +16,7 @@ use vhost::vhost_user::message::FrontendReq as Req;
 
 use super::super::conversation::Messages;
 use super::super::refusal::as_unusable;
-use super::super::{Coalesce, SecondClient, state};
+use super::super::{SecondClient, state};
 use super::*;
 use crate::{PollMode, Reactors};
 
@@ -44,7 +44,6 @@ fn export() -> Arc<Shared> {
     let disk = Arc::new(Disk::new(options, Source::open(&ChainOptions::new("ram:1M")).unwrap()));
     let tuning = Tuning {
         poll: PollMode::Off,
-        coalesce: Coalesce::Auto,
         in_band: false,
         pin_memory: false,
         any_memory_file: false,
