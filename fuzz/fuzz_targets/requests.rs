@@ -11,7 +11,6 @@ mod guest;
 use std::sync::{Arc, OnceLock};
 
 use blockyard_disk::{Disk, DiskOptions, Source};
-use blockyard_export::vhost_user::Coalesce;
 use blockyard_export::vhost_user::parts::{Call, DeviceState, Marks, QueueHandle, QueueSetup};
 use blockyard_export::{PollMode, Reactors};
 use blockyard_image::{CacheMode, ChainOptions};
@@ -86,7 +85,6 @@ fuzz_target!(|data: &[u8]| {
         error: None,
         enabled: true,
         poll: PollMode::Off,
-        coalesce: Coalesce::Auto,
         held: false,
         marks: marks(turns),
         peer: None,

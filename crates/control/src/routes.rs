@@ -189,7 +189,7 @@ pub(crate) fn router(operator: Arc<dyn Operator>, scrapes: Scrapes) -> Router {
     let calls = Calls { operator, blocking, long, brief };
     let (router, description) = parts();
     let known = KnownParameters::of(&description);
-    // Shared, because each connection has a clone of the router.
+    // Shared, because each request gets a clone of its handler.
     let description = Arc::new(description);
     let describe = move || async move { Json(&*description).into_response() };
     router

@@ -169,9 +169,12 @@ impl Executor {
     fn event_loop(&self, inner: &Inner) -> io::Result<()> {
         let mut listener = inner.listen();
         let mut ended = Ok(());
-        while !inner.stop.get() && ended.is_ok() {
+        while !inner.stop.get() {
             inner.poll_ready();
             ended = inner.iterate();
+            if ended.is_err() {
+                break;
+            }
             if inner.remote_rung.take() {
                 if inner.uring.borrow_mut().take(listener).is_some() {
                     listener = inner.listen();

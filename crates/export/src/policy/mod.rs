@@ -117,3 +117,16 @@ impl Counters {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn signals_of_reactors_are_added() {
+        let signals = SignalFigures { completions: 1, signals: 2 };
+        let mut both = PolicyFigures { signals, ..PolicyFigures::default() };
+        both.merge(&both.clone());
+        assert_eq!(both.signals, SignalFigures { completions: 2, signals: 4 });
+    }
+}

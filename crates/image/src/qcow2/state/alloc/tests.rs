@@ -2,14 +2,15 @@
 
 use super::*;
 
-/// A file that grows to 512 GiB and is flushed now and then.
+/// A file that grows to 1040 GiB and is flushed now and then.
 #[test]
 fn refcount_blocks_of_a_growing_file_are_evicted() {
     const BITS: u32 = 16;
     let width = RefcountWidth::new(4);
     let alloc = Allocator::new(BITS, width, Vec::new(), 0, None);
     let per_block = alloc.per_block();
-    for block in 0..256 {
+    let mut crowded = 0;
+    for block in 0..520 {
         let (start, mut table) = (alloc.end(), alloc.table());
         table.push((block + 1) << BITS);
         let end = start + per_block;
@@ -27,6 +28,7 @@ fn refcount_blocks_of_a_growing_file_are_evicted() {
             assert!(alloc.is_crowded(), "blocks in flight stay cached");
             alloc.counts_written(&changed, true);
             assert!(!alloc.is_crowded());
+            crowded += 1;
         }
         assert!(
             alloc.block_bytes() <= 2 * BLOCKS_KEPT + (1 << BITS),
@@ -36,6 +38,7 @@ fn refcount_blocks_of_a_growing_file_are_evicted() {
         // Every refcount is unchanged, whether cached or not.
         assert!(alloc.count(start + 5).is_none_or(|count| count == 1));
     }
+    assert!(crowded > 1, "blocks were evicted {crowded} times");
 }
 
 /// Two readers load the same block. Before the slower one inserts it, the other changes, writes and
