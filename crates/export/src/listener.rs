@@ -118,6 +118,18 @@ impl Listener {
         self.keeps_file.store(false, Ordering::Relaxed);
     }
 
+    /// Removes the socket file now, and not on drop.
+    pub fn remove_socket(&self) {
+        // Another server may have replaced the file already.
+        if !self.keeps_file.swap(true, Ordering::Relaxed)
+            && custody::is_owner()
+            && let Some((path, file)) = &self.made
+            && identity(path) == Some(*file)
+        {
+            let _ = std::fs::remove_file(path);
+        }
+    }
+
     /// Returns the path of the socket file, if a server has created it.
     pub fn path(&self) -> Option<&Path> {
         self.made.as_ref().map(|(path, _)| path.as_path())
@@ -303,14 +315,7 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        // Another server may have replaced the file already.
-        if !self.keeps_file.load(Ordering::Relaxed)
-            && custody::is_owner()
-            && let Some((path, file)) = &self.made
-            && identity(path) == Some(*file)
-        {
-            let _ = std::fs::remove_file(path);
-        }
+        self.remove_socket();
     }
 }
 

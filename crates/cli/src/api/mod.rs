@@ -41,7 +41,17 @@ const METRICS: &str = "metrics";
 /// The running API. Dropping it ends the API and removes its socket.
 pub struct Running {
     api: Api,
-    _socket: Option<Arc<Listener>>,
+    _socket: Option<Socket>,
+}
+
+/// The socket of the API. Its drop removes the file, although a call that has not ended may keep the
+/// listener.
+struct Socket(Arc<Listener>);
+
+impl Drop for Socket {
+    fn drop(&mut self) {
+        self.0.remove_socket();
+    }
 }
 
 impl Running {
@@ -110,7 +120,7 @@ impl Opened {
             let offered = listener.clone();
             server.hand_overs.offer(API, move || offered.to_parcel());
             listeners.api = Some((unix, access));
-            socket = Some(listener);
+            socket = Some(Socket(listener));
         }
         if let Some(listener) = metrics {
             let offered = listener.try_clone()?;

@@ -103,6 +103,25 @@ fn a_listener_removes_its_own_socket_and_not_its_successors() {
     accept(&second);
 }
 
+/// The next file may even have the same inode number.
+#[test]
+fn a_listener_that_has_removed_its_socket_removes_no_other() {
+    let folder = Folder::new("removed");
+    let path = folder.socket();
+    let first = Listener::bind(&path).unwrap();
+    first.remove_socket();
+    assert!(!path.exists());
+    for _ in 0..20 {
+        let second = Listener::bind(&path).unwrap();
+        first.remove_socket();
+        assert!(path.exists());
+        drop(second);
+    }
+    let _second = Listener::bind(&path).unwrap();
+    drop(first);
+    assert!(path.exists());
+}
+
 #[test]
 fn a_missing_folder_and_a_path_that_is_too_long_have_their_own_errors() {
     let folder = Folder::new("names");
