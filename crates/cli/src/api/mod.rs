@@ -44,8 +44,8 @@ pub struct Running {
     _socket: Option<Socket>,
 }
 
-/// The socket of the API. Its drop removes the file, although a call that has not ended may keep the
-/// listener.
+/// The socket of the API. Its drop removes the file, although a call that has not ended may keep
+/// the listener.
 struct Socket(Arc<Listener>);
 
 impl Drop for Socket {
