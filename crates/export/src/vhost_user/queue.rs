@@ -285,11 +285,10 @@ impl Queue {
     fn publish(&self) {
         let mut core = self.core.borrow_mut();
         let core = &mut *core;
-        let now = self.handle.now();
         if core.unpublished > 0 {
             let new = std::mem::take(&mut core.unpublished);
             if let Some(looks) = &self.looks {
-                looks.has_worked(now);
+                looks.has_worked(self.handle.now());
             }
             core.publish();
             core.log_changed();
