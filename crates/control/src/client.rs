@@ -20,10 +20,20 @@ const PAUSE: Duration = Duration::from_millis(200);
 /// Status of a refusal because the server has too much to do.
 const BUSY: u16 = 503;
 
+/// Returns what a caller that cannot connect can do.
+fn remedy(error: &io::Error) -> &'static str {
+    match error.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "call it as root, as the server's user, or as a member of its --socket-group"
+        }
+        _ => "start the server with --api, or name its socket",
+    }
+}
+
 /// Error of a call.
 #[derive(Debug, thiserror::Error)]
 pub enum CallError {
-    #[error("cannot connect to the API at {path}: start the server with --api, or name its socket")]
+    #[error("cannot connect to the API at {path}: {}", remedy(.source))]
     Connect { path: String, source: io::Error },
     #[error(
         "no answer: the server has ended, the caller has no access, or the socket is not that of \
@@ -229,4 +239,18 @@ pub fn segment(name: &str) -> String {
     name.bytes()
         .map(|b| if is_plain(&b) { char::from(b).to_string() } else { format!("%{b:02X}") })
         .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_caller_without_access_is_told_how_to_get_it() {
+        let message = |kind: io::ErrorKind| {
+            CallError::Connect { path: "api.sock".into(), source: kind.into() }.to_string()
+        };
+        assert!(message(io::ErrorKind::PermissionDenied).contains("--socket-group"));
+        assert!(message(io::ErrorKind::NotFound).contains("start the server with --api"));
+    }
 }

@@ -216,6 +216,7 @@ fn both_find_bad_bitmap_entries_missing_snapshots_and_wrong_flags() {
     // bytes of extra data. The second damage declares an empty name.
     both(entry + 18, &[0, 1, 0, 0, 0, 4], "4 bytes of extra data");
     both(entry + 18, &[0, 0], "its name must have");
+    both(24, &12u64.to_be_bytes(), "the disk's size needs 0");
     let header = &template.header;
     both(60, &(header.snapshot_count + 1).to_be_bytes(), "does not store the disk's size");
     let empty = (0..u64::from(header.l1_size))

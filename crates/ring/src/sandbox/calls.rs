@@ -12,11 +12,12 @@
 //!   Xen's queues call.
 
 use std::io;
+use std::ops::RangeInclusive;
 
 use libc::c_long;
 use seccompiler::{
     BpfProgram, SeccompAction, SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompFilter,
-    SeccompRule,
+    SeccompRule, sock_filter,
 };
 
 use super::arguments::{self, Rules, equal};
@@ -42,14 +43,12 @@ pub enum Kind {
 /// Restricts the calling thread.
 pub fn apply(kind: Kind) -> io::Result<()> {
     let failed = |e: &dyn std::fmt::Display| io::Error::other(e.to_string());
-    for program in programs(kind).map_err(|e| failed(&e))? {
-        seccompiler::apply_filter(&program).map_err(|e| failed(&e))?;
-    }
-    Ok(())
+    let program = program(kind).map_err(|e| failed(&e))?;
+    seccompiler::apply_filter(&program).map_err(|e| failed(&e))
 }
 
-/// Returns the filters of a kind.
-fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
+/// Returns the filter of a kind.
+fn program(kind: Kind) -> Result<BpfProgram, seccompiler::BackendError> {
     let arch = std::env::consts::ARCH.try_into()?;
     let mut rules = Rules::new();
     let lists: &[&[c_long]] = match kind {
@@ -61,7 +60,6 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
         Kind::Witness => &[MEMORY, THREAD, FILES],
     };
     rules.extend(lists.iter().flat_map(|list| list.iter()).map(|call| (*call, Vec::new())));
-    rules.extend(NEWER.map(|call| (call, Vec::new())));
     // A tracer (strace --inject) replaces a call that it lets fail by this number.
     rules.insert(u32::MAX.into(), Vec::new());
     let maps_code = kind == Kind::Any;
@@ -88,17 +86,32 @@ fn programs(kind: Kind) -> Result<Vec<BpfProgram>, seccompiler::BackendError> {
     rules.insert(libc::SYS_tgkill, vec![to_self]);
     arguments::add(&mut rules)?;
     let allow = SeccompFilter::new(rules, SeccompAction::Trap, SeccompAction::Allow, arch)?;
-    let mut absent: Rules = NEWER.map(|call| (call, Vec::new())).collect();
+    let mut program = absent(&NEWER);
     if kind == Kind::Any {
         // The kernel cannot look at the flags of clone3, because they are in memory. The C library
         // uses clone if clone3 does not exist.
-        absent.insert(libc::SYS_clone3, Vec::new());
+        program.extend(absent(&(libc::SYS_clone3..=libc::SYS_clone3)));
     }
-    // The strictest answer of all filters counts. This one comes first, because the other does not
-    // let each kind install filters.
-    let none = SeccompAction::Errno(libc::ENOSYS as u32);
-    let absent = SeccompFilter::new(absent, SeccompAction::Allow, none, arch)?;
-    Ok(vec![absent.try_into()?, allow.try_into()?])
+    program.extend(BpfProgram::try_from(allow)?);
+    Ok(program)
+}
+
+/// Returns the begin of a filter: calls in this range fail with ENOSYS. The filter goes on with the
+/// others. (A filter of `seccompiler` has one answer for all listed calls. A second filter would
+/// take longer: the kernel runs a filter once for each call when a thread installs it.)
+fn absent(calls: &RangeInclusive<i64>) -> BpfProgram {
+    let jump = |condition, value: i64, jt, jf| {
+        let code = (libc::BPF_JMP | libc::BPF_K | condition) as u16;
+        sock_filter { code, jt, jf, k: value as u32 }
+    };
+    let plain = |code: u32, k| sock_filter { code: code as u16, jt: 0, jf: 0, k };
+    vec![
+        plain(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, NUMBER_AT),
+        // Below the range, or above it: over the rest.
+        jump(libc::BPF_JGE, *calls.start(), 0, 2),
+        jump(libc::BPF_JGT, *calls.end(), 1, 0),
+        plain(libc::BPF_RET | libc::BPF_K, libc::SECCOMP_RET_ERRNO | libc::ENOSYS as u32),
+    ]
 }
 
 /// Returns a rule that allows a call if none of these bits is set in an argument.
@@ -110,7 +123,10 @@ fn without(argument: u8, bits: u64) -> Result<SeccompRule, seccompiler::BackendE
 
 /// Calls that are newer than these lists (after Linux 6.5). They fail as on an older kernel,
 /// because a newer C library tries them first, and then uses the older ones.
-const NEWER: std::ops::RangeInclusive<i64> = 452..=511;
+const NEWER: RangeInclusive<i64> = 452..=511;
+
+/// Offset of a call's number in what a filter reads (`struct seccomp_data`).
+const NUMBER_AT: u32 = 0;
 
 const PROT_EXEC: u64 = libc::PROT_EXEC as u64;
 
@@ -356,8 +372,8 @@ mod tests {
         for kind in
             [Kind::Any, Kind::Reactor, Kind::Control, Kind::Log, Kind::Watchdog, Kind::Witness]
         {
-            let programs = programs(kind).unwrap();
-            assert!(programs.iter().all(|p| !p.is_empty() && p.len() < 4096), "{kind:?}");
+            let program = program(kind).unwrap();
+            assert!(!program.is_empty() && program.len() < 4096, "{kind:?}");
         }
     }
 

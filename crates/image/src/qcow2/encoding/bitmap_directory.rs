@@ -84,7 +84,9 @@ impl BitmapEntry {
 
     /// Returns why QEMU would reject the bitmap, although its table can be read.
     pub fn odd(&self, header: &Header) -> Option<OddBitmap> {
-        let pieces = header.size.div_ceil(1 << self.granularity_bits.min(63));
+        // QEMU counts whole sectors of 512 bytes only.
+        let size = header.size & !511;
+        let pieces = size.div_ceil(1 << self.granularity_bits.min(63));
         let needed = pieces.div_ceil(8).div_ceil(header.cluster_size());
         Some(match self {
             _ if self.table_size == 0 || self.table_offset == 0 => OddBitmap::NoTable,

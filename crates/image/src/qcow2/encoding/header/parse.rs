@@ -97,14 +97,14 @@ impl Header {
         let mut at = self.header_length as usize;
         while at + 8 <= end {
             let (kind, len) = (be32(bytes, at), be32(bytes, at + 4) as usize);
-            if kind == EXTENSION_END {
-                break;
-            }
             if len > end - at - 8 {
                 let what = format!(
                     "extension {kind:#010x} has {len} bytes, more than fit into the first cluster"
                 );
                 return Err(ImageError::invalid("qcow2 header extension", at as u64, what));
+            }
+            if kind == EXTENSION_END {
+                break;
             }
             self.take_extension(kind, &bytes[at + 8..at + 8 + len], at as u64)?;
             at += 8 + len.next_multiple_of(8);
@@ -293,7 +293,7 @@ impl Header {
         let mut tables = self.tables();
         tables.sort_by_key(|table| table.offset);
         let mut before = ("qcow2 header", self.cluster_size());
-        for table in &tables {
+        for table in tables.iter().filter(|table| table.len > 0) {
             let end = table.offset + table.len;
             if table.offset < before.1 {
                 let what = format!("it overlaps the {}", before.0.trim_start_matches("qcow2 "));
@@ -311,13 +311,14 @@ impl Header {
         Ok(())
     }
 
-    /// Returns the non-empty tables that the header points to. The snapshot table has its minimum
-    /// length here, because only its entries give its length.
+    /// Returns the tables that the header points to, empty ones too: QEMU checks the offset of an
+    /// empty table. The snapshot table has its minimum length here, because only its entries give
+    /// its length.
     fn tables(&self) -> Vec<TableField> {
         let bitmaps = self.bitmaps.map_or((0, 0), |b| (b.directory_offset, b.directory_size));
         let refcounts = u64::from(self.refcount_table_clusters) << self.cluster_bits;
         let table = |name, field, offset, len| TableField { name, field, offset, len };
-        let mut tables = vec![
+        vec![
             table("qcow2 L1 table", 40, self.l1_offset, u64::from(self.l1_size) * 8),
             table("qcow2 refcount table", 48, self.refcount_table_offset, refcounts),
             table(
@@ -327,9 +328,7 @@ impl Header {
                 u64::from(self.snapshot_count) * 40,
             ),
             table("qcow2 bitmap directory", self.header_length.into(), bitmaps.0, bitmaps.1),
-        ];
-        tables.retain(|table| table.len > 0);
-        tables
+        ]
     }
 }
 

@@ -103,6 +103,14 @@ fn every_field_is_checked() {
         ("L1 table at offset 40: offset 196609 is not aligned", Box::new(|h| h.l1_offset += 1)),
         ("beyond 2^56", Box::new(|h| h.l1_offset = 1 << 56)),
         (
+            "snapshot table at offset 64: offset 9223372036854775808 lies beyond 2^56",
+            Box::new(|h| h.snapshots_offset = 1 << 63),
+        ),
+        (
+            "snapshot table at offset 64: offset 1 is not aligned",
+            Box::new(|h| h.snapshots_offset = 1),
+        ),
+        (
             "refcount table at offset 65536: it overlaps the L1 table",
             Box::new(|h| h.l1_offset = 0x10000),
         ),
@@ -160,6 +168,7 @@ fn invalid_bytes_are_refused() {
     );
     assert!(parse(120, b"\xff").contains("not UTF-8"));
     assert!(parse(112, &[1, 2, 3, 4, 0, 0, 0, 1]).contains("extension 0x01020304 has 1 bytes"));
+    assert!(parse(112, &[0, 0, 0, 0, 0, 0, 0, 1]).contains("extension 0x00000000 has 1 bytes"));
 }
 
 #[test]
