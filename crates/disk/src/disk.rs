@@ -20,6 +20,7 @@ use crate::dirty::DirtyMap;
 use crate::drain::Drain;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
+use crate::live::Leaving;
 use crate::observer::{DiskObserver, Observed};
 use crate::on_enospc::OnEnospc;
 use crate::once_a_second::OnceASecond;
@@ -69,6 +70,8 @@ pub struct Disk {
     serving_state: Mutex<ServingState>,
     /// Options that open the image when the disk is activated. None: the disk is always active.
     pub(crate) activation: Option<Mutex<ChainOptions>>,
+    /// A deactivation that waits for other work on the disk.
+    pub(crate) leaving: Mutex<Leaving>,
     /// Whether an operator holds the requests back.
     pub(crate) drain: Drain,
     /// Whether reactors read the backing image with metadata from before a commit that failed.
@@ -154,6 +157,7 @@ impl Disk {
             poisoned,
             serving_state,
             activation: None,
+            leaving: Mutex::default(),
             drain: Drain::default(),
             has_stale_backing: AtomicBool::new(false),
             work,

@@ -78,8 +78,8 @@ pub trait Token {
     /// [`LocalDisk::drain`]: crate::LocalDisk::drain
     fn may_wait(&self) -> bool;
 
-    /// Returns whether the request must not begin any more, if it has not begun yet. The export
-    /// then wakes the request's task.
+    /// Returns whether the request must not begin any more, if it has not begun yet or waits for
+    /// space. The export then wakes the request's task.
     fn is_withdrawn(&self) -> bool {
         false
     }
@@ -89,8 +89,8 @@ pub trait Token {
         false
     }
 
-    /// Takes back a request that is not answered: it was withdrawn before it began, or the next
-    /// server repeats it.
+    /// Takes back a request that is not answered: it was withdrawn before it began or while it
+    /// waited for space, or the next server repeats it.
     fn take_back(self, segments: Segments)
     where
         Self: Sized,
@@ -155,6 +155,11 @@ impl<T: Token> Request<T> {
         self.owed.0.as_ref().is_some_and(Token::is_repeated_later)
     }
 
+    /// Returns [`Token::is_withdrawn`].
+    pub(crate) fn is_withdrawn(&self) -> bool {
+        self.owed.0.as_ref().is_some_and(Token::is_withdrawn)
+    }
+
     /// Returns the request to its export unanswered; see [`Token::take_back`].
     pub(crate) fn withdraw(self) -> Finished<T> {
         Finished { status: Ok(()), withdrawn: true, segments: self.segments, owed: self.owed }
@@ -166,9 +171,7 @@ impl<T: Token> Request<T> {
         let mut future = pin!(future);
         poll_fn(|cx| match future.as_mut().poll(cx) {
             Poll::Ready(output) => Poll::Ready(Some(output)),
-            Poll::Pending if self.owed.0.as_ref().is_some_and(Token::is_withdrawn) => {
-                Poll::Ready(None)
-            }
+            Poll::Pending if self.is_withdrawn() => Poll::Ready(None),
             Poll::Pending => Poll::Pending,
         })
         .await

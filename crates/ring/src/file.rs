@@ -285,6 +285,26 @@ impl UringFile {
     }
 }
 
+fn next_data(fd: impl AsFd, offset: u64) -> io::Result<Option<Range<u64>>> {
+    // No other code uses the file position.
+    let seek = |to| rustix::fs::seek(&fd, to);
+    let start = match seek(SeekFrom::Data(offset)) {
+        Ok(start) => start,
+        Err(Errno::NXIO) => return Ok(None),
+        // Some file systems and devices do not support SEEK_DATA: everything may be data.
+        Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
+            return Ok(Some(offset..u64::MAX));
+        }
+        Err(e) => return Err(e.into()),
+    };
+    match seek(SeekFrom::Hole(start)) {
+        Ok(end) => Ok(Some(start..end)),
+        // Another process has truncated the file since the first seek.
+        Err(Errno::NXIO) => Ok(None),
+        Err(e) => Err(e.into()),
+    }
+}
+
 #[inline]
 pub(crate) fn completion_result(result: i32) -> io::Result<usize> {
     if result >= 0 { Ok(result as usize) } else { Err(io::Error::from_raw_os_error(-result)) }
@@ -403,24 +423,17 @@ impl UringFile {
     }
 
     /// Returns the next range with data from `offset` on, or `None` if only holes follow.
+    ///
+    /// The kernel may hold the call up: it waits while extents of the file change, or for storage.
+    /// A disk that is served has a meter. Its calls run on a thread, so that other disks go on.
     pub async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        // No other code uses the file position.
-        let seek = |to| rustix::fs::seek(&self.slot.fd, to);
-        let start = match seek(SeekFrom::Data(offset)) {
-            Ok(start) => start,
-            Err(Errno::NXIO) => return Ok(None),
-            // Some file systems and devices do not support SEEK_DATA: everything may be data.
-            Err(Errno::INVAL | Errno::OPNOTSUPP | Errno::NOSYS) => {
-                return Ok(Some(offset..u64::MAX));
-            }
-            Err(e) => return Err(e.into()),
-        };
-        match seek(SeekFrom::Hole(start)) {
-            Ok(end) => Ok(Some(start..end)),
-            // Another process has truncated the file since the first seek.
-            Err(Errno::NXIO) => Ok(None),
-            Err(e) => Err(e.into()),
+        let handle = &self.slot.handle;
+        if handle.meter().is_none() {
+            return next_data(&self.slot.fd, offset);
         }
+        let _permit = self.blocking.extents.acquire().await;
+        let fd = self.slot.fd.clone();
+        self.blocking.workers.call(handle, move || next_data(&fd, offset)).await?
     }
 
     /// Returns the allocated bytes; `None` for a block device.

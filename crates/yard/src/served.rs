@@ -348,8 +348,10 @@ impl ServedDisk {
         let grown = self.disk.grow(size);
         let error = grown.as_ref().err().map(ToString::to_string);
         context.report(Event::GrowthEnded { disk: disk(), error });
+        // The image may have its new size although the growth failed.
+        let refreshed = self.refresh(context);
         grown?;
-        self.refresh(context)
+        refreshed
     }
 
     /// Adopts the present size of the image. Notifies clients if it has changed.

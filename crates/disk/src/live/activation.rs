@@ -10,14 +10,16 @@
 //! disk with or without an open image. What must hold: after `deactivate` all answered writes are
 //! durable, the image is closed as at the end of a server, and this process holds no lock on it.
 //! After a failed `deactivate` this process may still hold the lock, and the disk is active or
-//! inactive. No request reaches an inactive disk's image, and an inactive disk changes nothing in
+//! inactive. If other work runs, the disk is deactivated when that ends, unless a guest uses it
+//! again by then. No request reaches an inactive disk's image, and an inactive disk changes nothing in
 //! it.
 
-use std::sync::{Arc, MutexGuard, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{ChainOptions, ImageFile};
-use blockyard_ring::LockedFile;
+use blockyard_ring::{LockedFile, threads};
 
 use super::{Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::{InactiveImage, Source, SourceError};
@@ -28,6 +30,15 @@ use crate::disk::Disk;
 const LOCK_TIME: Duration = Duration::from_secs(30);
 /// Pause between two attempts to open such an image.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
+
+/// A deactivation that waits for the end of other work.
+#[derive(Debug, Default)]
+pub(crate) struct Leaving {
+    /// No guest has used the disk since.
+    is_wanted: bool,
+    /// A thread waits.
+    is_waited_for: bool,
+}
 
 impl Disk {
     /// Makes this disk, which no reactor has opened, inactive. `options` open its image when the
@@ -50,9 +61,12 @@ impl Disk {
     /// or if other work on the disk is under way, as long as `goes_on` returns true. Must not run
     /// on a reactor.
     pub fn activate(self: &Arc<Self>, goes_on: impl Fn() -> bool) -> Result<(), WorkError> {
-        let Some(options) = self.activation.as_ref().filter(|_| self.is_inactive()) else {
+        let Some(options) = &self.activation else { return Ok(()) };
+        // A deactivation that has begun late must end first.
+        self.leaving().is_wanted = false;
+        if !self.is_inactive() {
             return Ok(());
-        };
+        }
         let error =
             |why| WorkError { disk: self.name().into(), work: "activation", why: Box::new(why) };
         let deadline = Instant::now() + LOCK_TIME;
@@ -112,12 +126,66 @@ impl Disk {
     /// stopped the disk's queues. Does nothing for disks that are always active. Must not run on a
     /// reactor.
     ///
-    /// After an error the disk is active. The exception is a reactor that does not close the image
+    /// After an error the disk is active. If other work was under way, it is deactivated when that
+    /// ends. The exception is a reactor that does not close the image
     /// in time: the disk is inactive then, and the lock is released when that reactor closes it.
     pub fn deactivate(self: &Arc<Self>) -> Result<(), WorkError> {
         if self.activation.is_none() || self.is_inactive() {
             return Ok(());
         }
+        let deactivated = self.deactivate_now();
+        if deactivated.as_ref().is_err_and(|e| matches!(*e.why, Why::Busy)) {
+            self.deactivate_later();
+        }
+        deactivated
+    }
+
+    fn leaving(&self) -> MutexGuard<'_, Leaving> {
+        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Deactivates the disk when the work that runs has ended.
+    fn deactivate_later(self: &Arc<Self>) {
+        let mut leaving = self.leaving();
+        leaving.is_wanted = true;
+        if leaving.is_waited_for {
+            return;
+        }
+        let disk = self.clone();
+        // The work may last for hours, so its end would use up a pool.
+        let thread = Builder::new().name("late release".into());
+        let started = threads::spawn(thread, move || {
+            while disk.waits_to_leave() {
+                drop(disk.work.lock());
+            }
+        });
+        match started {
+            Ok(_) => leaving.is_waited_for = true,
+            Err(e) => tracing::warn!(disk = self.name(), "no thread waits to close the image: {e}"),
+        }
+    }
+
+    /// Deactivates the disk if that is still wanted. Returns whether other work is under way again.
+    fn waits_to_leave(self: &Arc<Self>) -> bool {
+        // An activation waits until this is done.
+        let mut leaving = self.leaving();
+        if std::mem::take(&mut leaving.is_wanted) {
+            match self.deactivate_now() {
+                Err(e) if matches!(*e.why, Why::Busy) => {
+                    leaving.is_wanted = true;
+                    return true;
+                }
+                Err(e) if !matches!(*e.why, Why::Ended) => {
+                    tracing::warn!(disk = self.name(), "the image stays open and locked: {e}");
+                }
+                _ => {}
+            }
+        }
+        leaving.is_waited_for = false;
+        false
+    }
+
+    fn deactivate_now(self: &Arc<Self>) -> Result<(), WorkError> {
         let files = locked_files(&self.source());
         self.work("deactivation", |worker| worker.deactivate())?;
         let deadline = Instant::now() + LOCK_TIME;
@@ -211,6 +279,48 @@ mod tests {
             }
         });
         assert!(!disk.is_inactive());
+        std::fs::remove_file(&path).unwrap();
+    }
+
+    /// Waits until no thread waits to deactivate the disk.
+    fn wait_for_release(disk: &Disk) {
+        while disk.leaving().is_waited_for {
+            std::thread::yield_now();
+        }
+    }
+
+    /// The last ring stops while a snapshot or a drain runs.
+    #[test]
+    fn a_disk_that_is_left_during_other_work_is_deactivated_after_it() {
+        let path = std::env::temp_dir().join(format!("blockyard-leave-{}", std::process::id()));
+        std::fs::write(&path, [0; 4096]).unwrap();
+        let image = ChainOptions::new(&path);
+        let (name, serial) = ("disk".into(), String::new());
+        let (cache, filters) = (CacheMode::None, Vec::new());
+        let on_enospc = Default::default();
+        let options = DiskOptions { name, serial, read_only: false, cache, filters, on_enospc };
+        let disk = Disk::new(options, Source::open(&image).unwrap());
+        let disk = Arc::new(disk.until_activated(image));
+        let leave_during_work = || {
+            disk.activate(|| true).unwrap();
+            let held = disk.begin_work().unwrap();
+            for _ in 0..2 {
+                let error = disk.deactivate().unwrap_err();
+                assert!(matches!(*error.why, Why::Busy), "{error}");
+            }
+            held
+        };
+        drop(leave_during_work());
+        wait_for_release(&disk);
+        assert!(disk.is_inactive());
+        // A guest uses it again before the work ends.
+        let held = leave_during_work();
+        disk.activate(|| true).unwrap();
+        drop(held);
+        wait_for_release(&disk);
+        assert!(!disk.is_inactive());
+        disk.deactivate().unwrap();
+        assert!(disk.is_inactive());
         std::fs::remove_file(&path).unwrap();
     }
 

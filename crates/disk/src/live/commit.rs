@@ -65,7 +65,8 @@ impl Worker {
         let backing = self.chain()?.open_backing(&self.handle).await?;
         let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
-        let dirty = Arc::new(DirtyMap::new(self.disk.capacity()));
+        // The disk may have adopted another size than the image has.
+        let dirty = Arc::new(DirtyMap::new(self.chain()?.size()));
         // Opening the backing image for writing may have repaired it, so readers must open it
         // again.
         let chain = self.chain()?.read_again(&self.handle, 1..2).await?;
@@ -141,7 +142,7 @@ impl Commit<'_> {
 
     /// Copies everything. Returns the quiesced disk, when nothing is left to be copied.
     async fn copy(&self) -> Result<QuiescedDisk, Why> {
-        self.copy_down(0, self.worker.disk.capacity()).await?;
+        self.copy_down(0, self.chain.size()).await?;
         for _ in 0..MAX_PASSES {
             if self.dirty.bytes() <= FEW_BYTES {
                 break;

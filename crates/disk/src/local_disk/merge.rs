@@ -56,6 +56,11 @@ impl<T: Token> Run<T> {
         self.parts.first().is_some_and(Request::is_volatile)
     }
 
+    /// Returns all requests to their export unanswered.
+    pub(super) fn withdraw(&mut self) {
+        self.finished.extend(self.parts.drain(..).map(Request::withdraw));
+    }
+
     /// Removes and returns the served requests. The caller delivers their answers.
     pub fn finished(&mut self) -> impl Iterator<Item = Finished<T>> {
         self.finished.drain(..)
@@ -122,8 +127,7 @@ impl LocalDisk {
             }
         };
         let Some(entered) = entered else {
-            run.finished.extend(run.parts.drain(..).map(Request::withdraw));
-            return;
+            return run.withdraw();
         };
         probe::request_admitted(probed);
         let admitted = self.now();

@@ -1,7 +1,8 @@
 //! Serves the requests that wait for space on the host; see [`crate::pause`].
 //!
 //! What must hold: a request waits with nothing but its own memory. Each attempt is admitted anew,
-//! so it uses the image that the disk has at that time.
+//! so it uses the image that the disk has at that time. A request that is withdrawn while it waits
+//! goes back unanswered, because nothing of it is in flight and it may be repeated as a whole.
 
 use blockyard_ring::probe::{self, Probed};
 
@@ -24,6 +25,9 @@ impl LocalDisk {
         loop {
             probe::request_paused(probed);
             let may_pause = self.wait_for_space(1, resumed, || request.may_wait()).await;
+            if !may_pause && request.is_withdrawn() {
+                return request.withdraw();
+            }
             resumed = self.pause.resumed();
             let attempt = if may_pause {
                 self.attempt(request, probed).await
@@ -53,6 +57,9 @@ impl LocalDisk {
             probe::request_paused(probed);
             let may_wait = || run.parts.iter().all(Request::may_wait);
             let may_pause = self.wait_for_space(count.into(), resumed, may_wait).await;
+            if !may_pause && run.parts.iter().all(Request::is_withdrawn) {
+                return run.withdraw();
+            }
             resumed = self.pause.resumed();
             let len = run.parts.iter().map(|part| part.len).sum();
             let admitted = match may_pause {

@@ -10,12 +10,13 @@
 
 use std::io;
 
-use blockyard_disk::{Failure, LocalDisk, Op};
+use blockyard_disk::{Failure, Op};
 use blockyard_image::BlockStatus;
 use blockyard_nbd::wire::{self, Headers, errno, flag, state};
-use blockyard_ring::Handle;
 
+use super::connection::Connection;
 use super::reply::error_of;
+use crate::budget::REQUEST;
 
 /// Maximum number of extents in one reply, for each context. The client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
@@ -130,14 +131,13 @@ fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
 /// Returns the payloads of the chunks that answer `request`, one for each context, or the error
 /// code.
 pub async fn chunks(
-    served: &LocalDisk,
+    connection: &Connection,
     contexts: &Contexts,
     request: &wire::Request,
-    headers: Headers,
     block: u64,
-    reactor: &Handle,
 ) -> Result<Vec<Vec<u8>>, u32> {
     let one = request.flags & flag::REQ_ONE != 0;
+    let (served, headers) = (&connection.served, connection.terms.headers);
     let capacity = served.disk().capacity();
     let end = request.offset.checked_add(request.len).filter(|end| *end <= capacity);
     // A status covers whole blocks, up to the end of the disk.
@@ -153,7 +153,9 @@ pub async fn chunks(
     while at < end && lookups < MOST_LOOKUPS {
         lookups += 1;
         if lookups % LOOKUPS_AT_ONCE == 0 {
-            reactor.yield_now().await;
+            let (handle, work) = (&connection.handle, LOOKUPS_AT_ONCE as u32 * REQUEST);
+            handle.yield_now().await;
+            connection.budget.admit(handle, work, 0).await;
         }
         let status = served
             .status(at, end - at)

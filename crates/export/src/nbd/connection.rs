@@ -18,6 +18,7 @@ use super::quota::Usage;
 use super::reply::{Body, Reply, error_of};
 use super::stream::Stream;
 use super::terms::Terms;
+use crate::budget::Budget;
 
 /// Maximum number of bytes of buffers for one connection, so that one client leaves memory for
 /// other clients.
@@ -46,6 +47,8 @@ pub struct Connection {
     /// Bytes that were read from the disk and are not sent yet.
     pub unsent: Cell<u64>,
     pub idle: Rc<Idle>,
+    /// What its requests take in an iteration: when they arrive, and piece by piece.
+    pub budget: Budget,
     /// The connection accepts no more requests.
     pub ended: Cell<bool>,
     /// The client has said that it sends no more requests (NBD_CMD_DISC). It has a right to the
@@ -62,8 +65,8 @@ pub struct Connection {
 
 impl Connection {
     pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Rc<Self>> {
-        let disk = &terms.exported.disk;
-        let served = LocalDisk::local(handle, disk)?;
+        let disk = terms.exported.disk.clone();
+        let served = LocalDisk::local(handle, &disk)?;
         let idle = Idle::local(handle, &terms.exported);
         stream.count_slow_calls(idle.slow_calls.clone());
         Ok(Rc::new(Connection {
@@ -77,6 +80,7 @@ impl Connection {
             sent: Signal::new(handle),
             in_flight: Cell::new(0),
             idle,
+            budget: Budget::of(handle, &disk),
             unanswered: Cell::new(0),
             held: Cell::new(0),
             unsent: Cell::new(0),

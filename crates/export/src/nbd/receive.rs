@@ -26,7 +26,7 @@ use super::spool::Spool;
 use super::stream::Stream;
 use super::terms::Terms;
 use super::worker::{Job, Workers};
-use crate::budget::{self, Budget, REQUEST};
+use crate::budget::{self, REQUEST};
 
 /// Maximum number of requests of one connection in flight.
 const MOST_IN_FLIGHT: u32 = 128;
@@ -48,7 +48,6 @@ pub struct Receiver {
     workers: Rc<Workers>,
     /// The task that sends replies.
     sender: Cell<TaskId>,
-    budget: Budget,
     wrote: Cell<bool>,
     /// The disk does not write into read buffers (see [`Source::Null`]), so the server must clear
     /// them before each read.
@@ -68,12 +67,11 @@ impl Receiver {
     pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Self> {
         let connection = Connection::new(handle, stream, terms)?;
         let disk = &connection.terms.exported.disk;
-        let budget = Budget::of(handle, disk);
         let scrubs =
             matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
         let workers = Workers::new(connection.clone());
         let (sender, wrote) = Default::default();
-        Ok(Receiver { connection, workers, sender, budget, wrote, scrubs })
+        Ok(Receiver { connection, workers, sender, wrote, scrubs })
     }
 
     /// Serves the client until it disconnects and all its requests are done.
@@ -157,7 +155,7 @@ impl Receiver {
                 while connection.in_flight.get() >= MOST_IN_FLIGHT {
                     connection.sent.wait().await;
                 }
-                while self.budget.is_spent(connection.handle.iteration()) {
+                while connection.budget.is_spent(connection.handle.iteration()) {
                     connection.handle.yield_now().await;
                 }
                 connection.in_flight.set(connection.in_flight.get() + 1);
@@ -198,7 +196,7 @@ impl Receiver {
     /// Counts a request in the iteration's budget.
     fn count(&self, request: &wire::Request) {
         let moves = matches!(request.command, cmd::READ | cmd::WRITE);
-        self.budget.spend(
+        self.connection.budget.spend(
             self.connection.handle.iteration(),
             REQUEST,
             if moves { request.len } else { 0 },

@@ -13,9 +13,10 @@ use blockyard_ring::{Segments, TaskId};
 use super::block_status::{self, Contexts};
 use super::connection::{Connection, RequestToken, ZEROED_AT_A_TIME};
 use super::reply::{Body, error_of};
+use crate::budget::REQUEST;
 
 /// Bytes of a cache request (NBD_CMD_CACHE) that the worker reads at a time.
-const CACHED_AT_A_TIME: u64 = 1 << 20;
+const CACHED_AT_A_TIME: u64 = 256 << 10;
 
 /// The workers of a connection.
 pub struct Workers {
@@ -121,17 +122,7 @@ impl Connection {
     async fn status(&self, request: wire::Request, only: Option<Contexts>) {
         let contexts = only.as_ref().unwrap_or(&self.terms.contexts);
         let block = self.terms.exported.block.minimum.into();
-        let yields = &self.handle;
-        match block_status::chunks(
-            &self.served,
-            contexts,
-            &request,
-            self.terms.headers,
-            block,
-            yields,
-        )
-        .await
-        {
+        match block_status::chunks(self, contexts, &request, block).await {
             Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
             Err(error) => self.reply(&request, Err(error), Body::None),
         }
@@ -150,6 +141,7 @@ impl Connection {
                 .map_err(|failure| error_of(failure, op))?;
             at += len;
             self.handle.yield_now().await;
+            self.budget.admit(&self.handle, REQUEST, 0).await;
         }
         Ok(())
     }
@@ -182,6 +174,7 @@ impl Connection {
             at += len;
             // Pieces that complete at once must not keep the reactor from its other tasks.
             self.handle.yield_now().await;
+            self.budget.admit(&self.handle, REQUEST, buffered as u64).await;
         }
         self.reply(&request, status, Body::None);
     }

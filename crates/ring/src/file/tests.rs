@@ -1,8 +1,13 @@
 //! Tests of files on a ring.
 
+use std::future::poll_fn;
+use std::sync::Mutex;
+use std::task::Poll;
+
 use super::*;
 use crate::executor::Executor;
 use crate::policy::WriteFigures;
+use crate::workers;
 
 fn file(executor: &Executor) -> (UringFile, Arc<OwnedFd>) {
     let fd = rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
@@ -250,4 +255,38 @@ fn the_meter_counts_inline_writes() {
     let WriteFigures { inline, left, .. } = meter.writes();
     assert_eq!(inline + left, 3, "{:?}", meter.writes());
     assert!(inline > 0);
+}
+
+/// A lookup may wait for the inode lock, and the reactor serves other disks meanwhile.
+#[test]
+fn lookups_of_a_served_disk_do_not_run_on_its_reactor() {
+    let executor = Executor::new().unwrap();
+    let fd = Arc::new(rustix::fs::memfd_create("file", rustix::fs::MemfdFlags::CLOEXEC).unwrap());
+    let meter = Rc::new(Meter::default());
+    let handle = executor.handle().metered(&meter);
+    let served = UringFile::new(&handle, fd.clone()).unwrap();
+    let other = UringFile::new(executor.handle(), fd).unwrap();
+    let work = async move {
+        served.write(Segments::from_bytes(&[7; 4096]), 65536, false).await.1.unwrap();
+        // All threads of the file are busy until the gate is dropped.
+        let (closed, gate) = std::sync::mpsc::channel::<()>();
+        let gate = Arc::new(Mutex::new(gate));
+        let (workers, handle) = (&served.blocking.workers, &served.slot.handle);
+        let mut busy: Vec<_> = (0..workers::MOST)
+            .map(|_| gate.clone())
+            .map(|gate| {
+                Box::pin(workers.call(handle, move || gate.lock().unwrap().recv().is_err()))
+            })
+            .collect();
+        for call in &mut busy {
+            assert!(poll_fn(|cx| Poll::Ready(call.as_mut().poll(cx))).await.is_pending());
+        }
+        let mut lookup = Box::pin(served.next_data(0));
+        assert!(poll_fn(|cx| Poll::Ready(lookup.as_mut().poll(cx))).await.is_pending());
+        drop(closed);
+        assert_eq!(lookup.await.unwrap(), Some(65536..69632));
+        let mut lookup = Box::pin(other.next_data(0));
+        assert!(poll_fn(|cx| Poll::Ready(lookup.as_mut().poll(cx))).await.is_ready());
+    };
+    executor.block_on(work).unwrap();
 }

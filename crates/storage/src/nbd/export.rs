@@ -91,8 +91,14 @@ impl Export {
         if new.minimum > old.minimum || new.maximum < old.maximum {
             return Err(unsuitable("the server's limits for request sizes have become stricter"));
         }
-        let needed =
-            export::SEND_FLUSH | export::SEND_FUA | export::SEND_TRIM | export::SEND_WRITE_ZEROES;
+        if old.allocation.is_some() && new.allocation.is_none() {
+            return Err(unsuitable("the export has no meta context base:allocation any more"));
+        }
+        let needed = export::SEND_FAST_ZERO
+            | export::SEND_FLUSH
+            | export::SEND_FUA
+            | export::SEND_TRIM
+            | export::SEND_WRITE_ZEROES;
         if !self.read_only && (new.has(export::READ_ONLY) || old.flags & needed & !new.flags != 0) {
             return Err(unsuitable(
                 "the export supports fewer operations than when it was opened (transmission flags)",

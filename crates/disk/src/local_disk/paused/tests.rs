@@ -23,6 +23,9 @@ const WRITE: Op = Op::Write { fua: false };
 #[derive(Default)]
 struct Queue {
     ends: Cell<bool>,
+    /// Another server repeats what the queue leaves.
+    suspends: Cell<bool>,
+    taken_back: Cell<u32>,
     answers: RefCell<Vec<Status>>,
 }
 
@@ -35,6 +38,14 @@ impl Token for Note {
 
     fn may_wait(&self) -> bool {
         !self.0.ends.get()
+    }
+
+    fn is_withdrawn(&self) -> bool {
+        self.0.suspends.get()
+    }
+
+    fn take_back(self, _: Segments) {
+        self.0.taken_back.set(self.0.taken_back.get() + 1);
     }
 }
 
@@ -73,6 +84,21 @@ impl Stage {
     async fn begin(&self, queue: &Rc<Queue>, offset: u64) -> Join<()> {
         let (served, request) = (self.served.clone(), self.request(queue, offset));
         let task = self.sim.spawn(async move { served.serve(request).await.answer() });
+        settle().await;
+        task
+    }
+
+    /// Begins a run of four requests. The first two have no space.
+    async fn begin_run(&self, queue: &Rc<Queue>) -> Join<()> {
+        let requests = [3072, 3584, 4096, 4608].map(|offset| self.request(queue, offset));
+        assert_eq!(self.served.neighbours(&requests), 4);
+        let served = self.served.clone();
+        let task = self.sim.spawn(async move {
+            let mut run = Run::default();
+            run.fill(requests.into_iter());
+            served.serve_run(&mut run).await;
+            run.finished().for_each(Finished::answer);
+        });
         settle().await;
         task
     }
@@ -173,20 +199,29 @@ fn a_queue_that_ends_gets_the_error_of_a_last_attempt() {
     });
 }
 
+/// The destination of a migration has the space that this host lacks.
+#[test]
+fn a_queue_that_leaves_its_requests_gets_back_those_that_wait() {
+    run(io::ErrorKind::StorageFull, async |stage| {
+        let queue = Rc::new(Queue::default());
+        let (alone, run) = (stage.begin(&queue, 2048).await, stage.begin_run(&queue).await);
+        assert_eq!(stage.paused(), 3);
+        queue.suspends.set(true);
+        queue.ends.set(true);
+        stage.served.release_paused();
+        alone.await;
+        run.await;
+        // The other two requests of the run had space.
+        assert_eq!((queue.taken_back.get(), queue.answers.take()), (3, vec![Ok(()); 2]));
+        assert_eq!(stage.paused(), 0);
+    });
+}
+
 #[test]
 fn requests_of_a_run_wait_by_themselves() {
     run(io::ErrorKind::StorageFull, async |stage| {
         let queue = Rc::new(Queue::default());
-        let requests = [3072, 3584, 4096, 4608].map(|offset| stage.request(&queue, offset));
-        assert_eq!(stage.served.neighbours(&requests), 4);
-        let served = stage.served.clone();
-        let task = stage.sim.spawn(async move {
-            let mut run = Run::default();
-            run.fill(requests.into_iter());
-            served.serve_run(&mut run).await;
-            run.finished().for_each(Finished::answer);
-        });
-        settle().await;
+        let task = stage.begin_run(&queue).await;
         assert_eq!(stage.paused(), 2);
         stage.storage.heal();
         stage.served.pause.resume();
