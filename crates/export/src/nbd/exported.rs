@@ -1,5 +1,6 @@
 //! A disk that is exported under a name, and the clients that may use it.
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_disk::Disk;
@@ -21,6 +22,18 @@ pub struct Exported {
     /// Names that give access: a client needs a certificate with one of these names. An empty list
     /// admits no client. Without a list, any client may use the disk.
     allowed: Mutex<Option<Vec<String>>>,
+    /// Number of connections that have chosen the export.
+    places: Arc<AtomicUsize>,
+}
+
+/// A connection's place among those that have chosen its export.
+#[derive(Debug)]
+pub struct Place(Arc<AtomicUsize>);
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
 }
 
 /// Returns `text` shortened to the protocol's longest string, and without NUL.
@@ -75,6 +88,7 @@ impl Exported {
             block,
             poll: PollMode::Auto,
             allowed: Mutex::default(),
+            places: Arc::default(),
         }
     }
 
@@ -94,6 +108,13 @@ impl Exported {
     pub(super) fn allow(&self, names: Option<&[String]>) {
         let names = names.map(<[String]>::to_vec);
         *self.allowed.lock().unwrap_or_else(PoisonError::into_inner) = names;
+    }
+
+    /// Takes a place, if fewer than `most` are taken.
+    pub(super) fn place(&self, most: usize) -> Option<Place> {
+        let next = |taken| if taken < most { Some(taken + 1) } else { None };
+        let taken = self.places.fetch_update(Ordering::SeqCst, Ordering::SeqCst, next);
+        taken.ok().map(|_| Place(self.places.clone()))
     }
 
     /// Returns whether this client may use the disk.

@@ -354,7 +354,8 @@ fn resume(
     let fd = Accepted { fd: stream, server: shared.clone() };
     let (server, handshake) = (shared.clone(), shared.settings().limits.handshake);
     reactors.next().run(move |handle| {
-        let terms = Terms { exported, headers, contexts };
+        let place = exported.place(usize::MAX);
+        let terms = Terms { exported, headers, contexts, place };
         match Stream::continued(handle, fd, since, remains) {
             Ok(stream) => {
                 let stream = Rc::new(stream);

@@ -13,7 +13,7 @@ use blockyard_nbd::wire::{self, Headers, OptionHeader, OptionReply, handshake, i
 use blockyard_ring::Segments;
 
 use super::block_status::{Context, Contexts};
-use super::exported::{Exported, Peer};
+use super::exported::{Exported, Peer, Place};
 use super::inbox::Inbox;
 use super::shared::{Settings, Shared};
 use super::stream::Stream;
@@ -48,6 +48,8 @@ struct Asked {
     exported: Arc<Exported>,
     name: Vec<u8>,
     infos: Vec<u16>,
+    /// None: the client asks for information only.
+    place: Option<Place>,
 }
 
 /// The error code and the message of an error reply.
@@ -290,11 +292,11 @@ impl<'a> Negotiation<'a> {
         Ok(self
             .go_or_info(opt::GO, data)
             .await?
-            .map(|asked| self.terms(asked.exported, &asked.name)))
+            .map(|asked| self.terms(asked.exported, asked.place, &asked.name)))
     }
 
     async fn go_or_info(&mut self, option: u32, data: &[u8]) -> io::Result<Option<Asked>> {
-        match self.asked_for(data) {
+        match self.asked_for(option, data) {
             Ok(asked) => {
                 for (kind, bytes) in described(&asked.exported, &asked.infos, self.headers) {
                     let reply = [&kind.to_be_bytes(), &bytes[..]].concat();
@@ -310,7 +312,7 @@ impl<'a> Negotiation<'a> {
         }
     }
 
-    fn asked_for(&self, data: &[u8]) -> Result<Asked, Refusal> {
+    fn asked_for(&self, option: u32, data: &[u8]) -> Result<Asked, Refusal> {
         let mut fields = Fields(data);
         let (name, count) = (fields.string()?, fields.u16()?);
         let infos = (0..count).map(|_| fields.u16()).collect::<Result<Vec<_>, _>>()?;
@@ -323,7 +325,8 @@ impl<'a> Negotiation<'a> {
             }
             _ => refusal,
         })?;
-        Ok(Asked { exported, name: name.to_vec(), infos })
+        let place = if option == opt::GO { Some(self.place(&exported)?) } else { None };
+        Ok(Asked { exported, name: name.to_vec(), infos, place })
     }
 
     /// Returns the names of the exports that the client may use, for an error message.
@@ -350,12 +353,23 @@ impl<'a> Negotiation<'a> {
         })
     }
 
-    fn terms(&mut self, exported: Arc<Exported>, name: &[u8]) -> Terms {
+    /// Takes a place for this connection at the export that it has chosen.
+    fn place(&self, exported: &Exported) -> Result<Place, Refusal> {
+        let most = self.shared.places();
+        exported.place(most).ok_or_else(|| {
+            let name = printable(exported.name.as_bytes());
+            let what = format!("export \"{name}\" has {most} connections, and may not have more");
+            (rep::ERR_POLICY, what)
+        })
+    }
+
+    fn terms(&mut self, exported: Arc<Exported>, place: Option<Place>, name: &[u8]) -> Terms {
         let contexts = self.contexts.take().filter(|(of, _)| of == name);
         Terms {
             exported,
             headers: self.headers,
             contexts: contexts.map(|(_, contexts)| contexts).unwrap_or_default(),
+            place,
         }
     }
 
@@ -363,13 +377,14 @@ impl<'a> Negotiation<'a> {
     /// connection.
     async fn export_name(&mut self, name: &[u8]) -> io::Result<Terms> {
         let exported = self.find(name).map_err(|(_, why)| invalid(why))?;
+        let place = self.place(&exported).map_err(|(_, why)| invalid(why))?;
         let mut reply = Vec::from(exported.disk.capacity().to_be_bytes());
         reply.extend(exported.flags(self.headers).to_be_bytes());
         if !self.no_zeroes {
             reply.extend([0; 124]);
         }
         self.write(&reply).await?;
-        Ok(self.terms(exported, name))
+        Ok(self.terms(exported, Some(place), name))
     }
 
     /// Refuses an option and writes the refusal to the log, because the client cannot get the

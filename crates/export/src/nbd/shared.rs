@@ -33,6 +33,9 @@ pub struct Settings {
     pub tls: Option<ServerTls>,
 }
 
+/// Number of places that an export has in any case, if its address has as many.
+const LEAST_PLACES: usize = 16;
+
 /// State that the acceptor, the reactors and the program share.
 #[derive(Default)]
 pub struct Shared {
@@ -68,6 +71,13 @@ impl Shared {
         let mut exports = self.exports();
         exports.retain(|exported| exported.is_for(peer));
         exports
+    }
+
+    /// Returns the maximum number of connections of one export. The clients of one disk must leave
+    /// places at the address to those of the other disks.
+    pub fn places(&self) -> usize {
+        let (all, exports) = (self.settings().limits.clients, self.exports().len());
+        (all / exports.max(1)).max(LEAST_PLACES).min(all)
     }
 
     /// Returns whether some exports are only for clients with certain names in their certificates.

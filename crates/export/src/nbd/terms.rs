@@ -5,13 +5,15 @@ use std::sync::Arc;
 use blockyard_nbd::wire::{self, Headers, cmd, errno, export, flag};
 
 use super::block_status::Contexts;
-use super::exported::Exported;
+use super::exported::{Exported, Place};
 
 /// The chosen export, header format and contexts.
 pub struct Terms {
     pub exported: Arc<Exported>,
     pub headers: Headers,
     pub contexts: Contexts,
+    #[expect(dead_code, reason = "it counts the connection until that ends")]
+    pub place: Option<Place>,
 }
 
 impl Terms {

@@ -114,6 +114,39 @@ fn export_name_is_answered_with_zeroes_unless_no_zeroes_is_set() {
 }
 
 #[test]
+fn an_export_leaves_places_to_the_other_exports_of_its_address() {
+    let exports = [NAME, "other"].map(|name| Exported::new(disk(name, false), name, "", None));
+    let server = Paired::offering(exports);
+    let limits = Limits { clients: 34, ..Limits::default() };
+    server.server.set(Arc::new(Settings { limits, tls: None }));
+    let go = |name: &str| {
+        let mut asker = Asker::new(&server, FIXED);
+        (asker.last(opt::GO, &go_data(name, &[])), asker)
+    };
+    let connect = |name| {
+        let (answer, asker) = go(name);
+        assert_eq!(answer, rep::ACK, "{name}");
+        asker
+    };
+    let mut first: Vec<_> = (0..17).map(|_| connect(NAME)).collect();
+    let (answer, mut refused) = go(NAME);
+    assert_eq!(answer, rep::ERR_POLICY);
+    assert_eq!(refused.last(opt::INFO, &go_data(NAME, &[])), rep::ACK, "information only");
+    assert_eq!(refused.last(opt::GO, &go_data("other", &[])), rep::ACK);
+    refused = Asker::new(&server, FIXED);
+    refused.send(opt::EXPORT_NAME, NAME.as_bytes());
+    assert!(is_disconnected(&mut refused.0));
+    // A client that leaves gives its place back.
+    first.pop();
+    let mut last = go(NAME);
+    while last.0 == rep::ERR_POLICY {
+        last = go(NAME);
+    }
+    assert_eq!(last.0, rep::ACK);
+    Client(last.1.0).reads();
+}
+
+#[test]
 fn the_negotiation_continues_after_a_refused_option() {
     let server = Paired::new();
     let mut asker = Asker::new(&server, FIXED);
