@@ -67,10 +67,60 @@ pub(crate) struct Throttle {
     next_end: Cell<usize>,
 }
 
-/// Requests that wait for the limits in order of arrival, with their numbers.
+/// Requests that wait for the limits in order of arrival.
 struct WaitQueue {
     flow: Arc<Flow>,
-    waiting: RefCell<VecDeque<(u64, Waker)>>,
+    waiting: RefCell<Waiting>,
+}
+
+/// Requests by number, mostly in ascending order: a request that has waited for space has an old
+/// number. The first one is not withdrawn.
+#[derive(Default)]
+struct Waiting {
+    /// None: the request was withdrawn.
+    all: VecDeque<(u64, Option<Waker>)>,
+    withdrawn: usize,
+}
+
+impl Waiting {
+    fn is_empty(&self) -> bool {
+        self.all.is_empty()
+    }
+
+    fn is_first(&self, number: u64) -> bool {
+        self.all.front().is_some_and(|(first, _)| *first == number)
+    }
+
+    fn push(&mut self, number: u64, waker: Waker) {
+        self.all.push_back((number, Some(waker)));
+    }
+
+    fn wake_all(&self) {
+        self.all.iter().filter_map(|(_, waker)| waker.as_ref()).for_each(Waker::wake_by_ref);
+    }
+
+    /// Removes a request, and wakes the first one. A queue that stops may withdraw a thousand
+    /// requests of many thousands.
+    fn remove(&mut self, number: u64) {
+        let waits = |(other, waker): &(u64, Option<Waker>)| *other == number && waker.is_some();
+        let at = self.all.binary_search_by_key(&number, |(number, _)| *number).ok();
+        let at = at.filter(|at| self.all.get(*at).is_some_and(waits));
+        let at = at.or_else(|| self.all.iter().position(waits));
+        if let Some((_, waker)) = at.and_then(|at| self.all.get_mut(at)) {
+            *waker = None;
+            self.withdrawn += 1;
+        }
+        while self.all.pop_front_if(|(_, waker)| waker.is_none()).is_some() {
+            self.withdrawn -= 1;
+        }
+        if self.withdrawn > self.all.len() / 2 {
+            self.all.retain(|(_, waker)| waker.is_some());
+            self.withdrawn = 0;
+        }
+        if let Some((_, Some(next))) = self.all.front() {
+            next.wake_by_ref();
+        }
+    }
 }
 
 /// A request that was admitted. Dropping this releases its part of the device.
@@ -265,12 +315,12 @@ impl Throttle {
         poll_fn(|cx| {
             if position.number.is_none() {
                 position.number = Some(number);
-                queue.waiting.borrow_mut().push_back((number, cx.waker().clone()));
+                queue.waiting.borrow_mut().push(number, cx.waker().clone());
             }
             if self.bypasses(number) {
                 return Poll::Ready(false);
             }
-            if queue.waiting.borrow().front().is_some_and(|first| first.0 != number) {
+            if !queue.waiting.borrow().is_first(number) {
                 return Poll::Pending;
             }
             match self.share.limit(self.read_clock(), operation, &queue.flow) {
@@ -323,10 +373,7 @@ impl Throttle {
     pub fn drain(&self) {
         self.drained.set(self.arrived.get());
         self.share.release(self.now());
-        let queues = self.wait_queues.iter();
-        queues.for_each(|queue| {
-            queue.waiting.borrow().iter().for_each(|(_, waker)| waker.wake_by_ref())
-        });
+        self.wait_queues.iter().for_each(|queue| queue.waiting.borrow().wake_all());
     }
 
     /// Admits every request until [`Throttle::resume`], because an export of the disk ends.
@@ -379,13 +426,8 @@ struct QueuePosition<'a> {
 
 impl Drop for QueuePosition<'_> {
     fn drop(&mut self) {
-        let mut waiting = self.queue.waiting.borrow_mut();
-        match waiting.front() {
-            Some((first, _)) if Some(*first) == self.number => drop(waiting.pop_front()),
-            _ => waiting.retain(|(number, _)| Some(*number) != self.number),
-        }
-        if let Some((_, next)) = waiting.front() {
-            next.wake_by_ref();
+        if let Some(number) = self.number {
+            self.queue.waiting.borrow_mut().remove(number);
         }
     }
 }

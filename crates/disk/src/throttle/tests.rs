@@ -182,3 +182,22 @@ fn a_time_that_was_never_set_is_long_past() {
     let now = sched_time();
     assert!(now >= 1_000_000_000, "{now}");
 }
+
+/// A queue that stops withdraws its requests, which are not the first ones.
+#[test]
+fn withdrawn_requests_take_no_place_and_the_others_keep_their_order() {
+    let (mut waiting, waker) = (Waiting::default(), Waker::noop());
+    let numbers = [3, 1, 2, 5, 4, 6, 7, 8, 9];
+    numbers.iter().for_each(|number| waiting.push(*number, waker.clone()));
+    [9, 4, 1, 2, 2].iter().for_each(|number| waiting.remove(*number));
+    // It has waited before.
+    waiting.push(2, waker.clone());
+    for number in [3, 5, 6, 7, 8, 2] {
+        assert!(waiting.is_first(number) && waiting.withdrawn <= waiting.all.len() / 2);
+        waiting.remove(number);
+    }
+    assert!(waiting.is_empty());
+    (0..1000).for_each(|number| waiting.push(number, waker.clone()));
+    (1..1000).rev().for_each(|number| waiting.remove(number));
+    assert!(waiting.is_first(0) && waiting.all.len() <= 2, "{} entries", waiting.all.len());
+}

@@ -239,9 +239,10 @@ impl Queue {
     }
 
     fn stop(&self, reply: Reply<()>) {
-        // Requests in flight must not wait for a throttle, or for space on the host.
+        // Requests in flight must not wait for a throttle, or for space on the host. Others begin
+        // until the queue ends: a barrier's write, and requests of the last server.
         *self.stopping.borrow_mut() = Some(reply);
-        self.served.drain();
+        self.served.suspend_for_next();
         self.wake.ring();
     }
 
@@ -556,6 +557,10 @@ impl Queue {
         self.lanes.close();
         self.pages.borrow_mut().clear();
         self.pool.borrow_mut().clear();
-        self.stopping.borrow_mut().take()
+        let stopping = self.stopping.borrow_mut().take();
+        if stopping.is_some() {
+            self.served.resume();
+        }
+        stopping
     }
 }
