@@ -11,8 +11,8 @@
 //! durable, the image is closed as at the end of a server, and this process holds no lock on it.
 //! After a failed `deactivate` this process may still hold the lock, and the disk is active or
 //! inactive. If other work runs, the disk is deactivated when that ends, unless a guest uses it
-//! again by then. No request reaches an inactive disk's image, and an inactive disk changes nothing in
-//! it.
+//! again by then. No request reaches an inactive disk's image, and an inactive disk changes nothing
+//! in it.
 
 use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::thread::Builder;
