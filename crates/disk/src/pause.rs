@@ -2,7 +2,8 @@
 //!
 //! ```text
 //!   request ─► image: no space ─► waits here ── resume ─► admitted again ─► image
-//!                                   └── its queue ends ─► one last attempt ─► the error
+//!                                   ├── its queue ends ─► one last attempt ─► the error
+//!                                   └── its queue leaves it to another server ─► unanswered
 //! ```
 //!
 //! In: requests of a disk with `on-enospc = "pause"`. Out: whether to try again.

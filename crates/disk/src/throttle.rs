@@ -15,6 +15,7 @@
 use std::cell::{Cell, RefCell};
 use std::collections::VecDeque;
 use std::future::poll_fn;
+use std::rc::Rc;
 use std::sync::{Arc, OnceLock};
 use std::task::{Poll, Waker};
 use std::time::{Duration, Instant};
@@ -62,6 +63,8 @@ pub(crate) struct Throttle {
     /// Number of exports that are ending on this reactor. While it is not 0, no request waits.
     suspended: Cell<u32>,
     tokens: RefCell<Vec<Arc<WaitToken>>>,
+    /// A task pays what the disk owes to its group.
+    pays: Rc<Cell<bool>>,
     /// End offsets of the detected streams, in bytes.
     ends: [Cell<u64>; STREAMS],
     next_end: Cell<usize>,
@@ -170,7 +173,8 @@ impl Admission<'_> {
 
 impl Throttle {
     pub fn new(share: Arc<Share>, handle: Option<Handle>, writes_zeroes: bool) -> Self {
-        let (arrived, drained, suspended, tokens, ends, next_end) = Default::default();
+        let (arrived, drained, suspended, tokens, pays) = Default::default();
+        let (ends, next_end) = Default::default();
         let wait_queues =
             [(); 2].map(|()| WaitQueue { flow: share.new_flow(), waiting: RefCell::default() });
         Throttle {
@@ -182,6 +186,7 @@ impl Throttle {
             drained,
             suspended,
             tokens,
+            pays,
             ends,
             next_end,
         }
@@ -268,7 +273,7 @@ impl Throttle {
             return Admission(None);
         }
         if self.bypasses(number) {
-            return Admission(Some((self, self.share.force(self.now(), operation))));
+            return Admission(Some((self, self.force(self.now(), operation))));
         }
         let limited = !self.share.is_unlimited() && !self.passes_limits(operation);
         let grant = if limited { None } else { self.share.ask(self.now(), operation) };
@@ -282,7 +287,43 @@ impl Throttle {
         // A flush never waits, because no limit applies to it.
         let queue = self.wait_queue(operation);
         let first = operation.kind == OperationKind::Flush || queue.waiting.borrow().is_empty();
-        first && self.share.limit(self.now(), operation, &queue.flow).is_ok()
+        first && self.limit(self.now(), operation, &queue.flow).is_ok()
+    }
+
+    fn limit(&self, now: Time, operation: &Operation, flow: &Flow) -> Result<(), Time> {
+        let admitted = self.share.limit(now, operation, flow);
+        self.pay_group();
+        admitted
+    }
+
+    fn force(&self, now: Time, operation: &Operation) -> Grant {
+        let grant = self.share.force(now, operation);
+        self.pay_group();
+        grant
+    }
+
+    /// Begins to pay what the disk owes to its group. It pays also while its guest is idle.
+    #[inline]
+    fn pay_group(&self) {
+        if self.share.owes_group() && !self.pays.replace(true) {
+            self.begin_to_pay();
+        }
+    }
+
+    #[cold]
+    fn begin_to_pay(&self) {
+        let Some(handle) = &self.handle else { return };
+        let (share, clock, pays) =
+            (Arc::downgrade(self.share()), handle.clone(), self.pays.clone());
+        handle.spawn(async move {
+            while let Some(share) = share.upgrade() {
+                let now = time_of(clock.read_clock());
+                let Some(next) = share.pay_group(now) else { break };
+                drop(share);
+                clock.sleep(Duration::from_nanos(next - now).min(MAX_SLEEP)).await;
+            }
+            pays.set(false);
+        });
     }
 
     fn wait_queue(&self, operation: &Operation) -> &WaitQueue {
@@ -297,7 +338,7 @@ impl Throttle {
         let passed = if limited { self.read_clock() } else { arrived };
         if drained {
             self.share.note_waits(passed - arrived, 0);
-            return self.share.force(passed, operation);
+            return self.force(passed, operation);
         }
         let grant = match if limited { self.share.ask(passed, operation) } else { None } {
             Some(grant) => grant,
@@ -323,7 +364,7 @@ impl Throttle {
             if !queue.waiting.borrow().is_first(number) {
                 return Poll::Pending;
             }
-            match self.share.limit(self.read_clock(), operation, &queue.flow) {
+            match self.limit(self.read_clock(), operation, &queue.flow) {
                 Ok(()) => Poll::Ready(true),
                 Err(opens) => {
                     let wait = Duration::from_nanos(opens.saturating_sub(self.read_clock()));

@@ -433,7 +433,7 @@ impl UringFile {
         }
         let _permit = self.blocking.extents.acquire().await;
         let fd = self.slot.fd.clone();
-        self.blocking.workers.call(handle, move || next_data(&fd, offset)).await?
+        self.blocking.workers.call_or_run(handle, move || next_data(&fd, offset)).await?
     }
 
     /// Returns the allocated bytes; `None` for a block device.

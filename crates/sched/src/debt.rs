@@ -114,30 +114,20 @@ mod tests {
     }
 
     #[test]
-    fn a_forced_operation_is_owed_to_the_limits_of_disk_and_group() {
-        let host = Host::default();
-        for (disk, group) in [(bps(1000), Knobs::default()), (Knobs::default(), bps(1000))] {
-            let share = host.share(None, Some(("g", &group)), &disk);
-            host.set_group("g", &group, NOW);
-            assert_eq!(share.paused_until(NOW), None);
-            for _ in 0..3 {
-                let _ = share.force(NOW, &write(1000));
-            }
-            let paid = share.paused_until(NOW).unwrap();
-            assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
-            assert_eq!(share.paused_until(paid), None);
-            // A debt is paid sooner after a change to a faster limit. A removed limit has no debt.
-            share.set(&if disk == Knobs::default() { disk.clone() } else { bps(100_000) }, NOW);
-            host.set_group(
-                "g",
-                &if group == Knobs::default() { group.clone() } else { bps(100_000) },
-                NOW,
-            );
-            assert!(share.paused_until(NOW).is_none_or(|paid| paid <= NOW + SECOND / 20));
-            share.set(&Knobs::default(), NOW);
-            host.set_group("g", &Knobs::default(), NOW);
-            assert_eq!(share.paused_until(NOW), None);
+    fn a_forced_operation_is_owed_to_the_limits_of_the_disk() {
+        let share = Host::default().share(None, None, &bps(1000));
+        assert_eq!(share.paused_until(NOW), None);
+        for _ in 0..3 {
+            let _ = share.force(NOW, &write(1000));
         }
+        let paid = share.paused_until(NOW).unwrap();
+        assert!((NOW + 29 * SECOND / 10..=NOW + 3 * SECOND).contains(&paid), "{paid}");
+        assert_eq!(share.paused_until(paid), None);
+        // A debt is paid sooner after a change to a faster limit. A removed limit has no debt.
+        share.set(&bps(100_000), NOW);
+        assert!(share.paused_until(NOW).is_none_or(|paid| paid <= NOW + SECOND / 20));
+        share.set(&Knobs::default(), NOW);
+        assert_eq!(share.paused_until(NOW), None);
     }
 
     #[test]

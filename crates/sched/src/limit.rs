@@ -17,6 +17,8 @@
 //!   any size, and the next one waits until it is paid.
 //! - Either all limits of an operation are charged, or none.
 //! - Several flows that wait for the same limits share them by weight ([`Flow`]).
+//! - An operation of one disk of a group delays the others by at most [`PART_NS`]. The disk owes
+//!   the rest, and begins nothing before that is paid ([`Owed`]).
 
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
@@ -28,10 +30,22 @@ use crate::{Limit, Limits, Operation, OperationKind, Time};
 
 mod bucket;
 mod flows;
+mod owed;
 
 use bucket::Bucket;
 pub use flows::Flow;
 use flows::Flows;
+pub use owed::Owed;
+
+/// Number of limits of a limiter.
+const LIMITS: usize = 6;
+/// Largest part of an operation that a group's limits are charged at once, in nanoseconds of their
+/// rate.
+const PART_NS: u64 = 50_000_000;
+/// What a disk pays at a time of what it owes to its group: as much as a bucket holds.
+const SLICE_NS: u64 = 10_000_000;
+/// Shortest time between two attempts to pay.
+const RETRY_NS: u64 = 1_000_000;
 
 /// The limits of a disk or of a group, and their token buckets.
 #[derive(Debug)]
@@ -39,7 +53,7 @@ pub struct Limiter {
     limited: AtomicBool,
     /// Number of changes so far. The current limits are `generations[changes % 2]`.
     changes: AtomicU64,
-    generations: [[Meter; 6]; 2],
+    generations: [[Meter; LIMITS]; 2],
     /// Time of the latest call. A change of the limits takes effect from this time.
     asked: AtomicU64,
     flows: Flows,
@@ -99,13 +113,75 @@ impl Limiter {
     /// Admits an operation and charges all its limits, or charges nothing and returns the time to
     /// retry. With a flow the time to retry may be `now`, because another flow comes first.
     pub fn take(&self, now: Time, operation: &Operation, flow: Option<&Flow>) -> Result<(), Time> {
+        self.take_amounts(now, &amounts(operation), flow)
+    }
+
+    /// Like [`Limiter::take`] for a disk of a group: charges [`PART_NS`] of the operation at most,
+    /// and adds the rest to what the disk owes.
+    pub fn take_part(
+        &self,
+        now: Time,
+        operation: &Operation,
+        flow: Option<&Flow>,
+        owed: &Owed,
+    ) -> Result<(), Time> {
+        if self.is_unlimited() {
+            return Ok(());
+        }
+        let (amounts, most) = (amounts(operation), self.worth(PART_NS));
+        let part = std::array::from_fn(|limit| amounts[limit].min(most[limit]));
+        self.take_amounts(now, &part, flow)?;
+        owed.add(&std::array::from_fn(|limit| amounts[limit] - part[limit]));
+        Ok(())
+    }
+
+    /// Adds an operation that cannot wait to what the disk owes.
+    pub fn owe(&self, operation: &Operation, owed: &Owed) {
+        if !self.is_unlimited() {
+            owed.add(&amounts(operation));
+        }
+    }
+
+    /// Charges what a disk owes, as far as its turn allows. Returns the time to call this again, or
+    /// `None` if all is paid.
+    pub fn pay(&self, now: Time, flow: Option<&Flow>, owed: &Owed) -> Option<Time> {
+        loop {
+            let slice = owed.remove(&self.worth(SLICE_NS));
+            if slice == [0; LIMITS] {
+                return None;
+            }
+            if let Err(opens) = self.take_amounts(now, &slice, flow) {
+                owed.add(&slice);
+                return Some(opens.max(now + RETRY_NS));
+            }
+        }
+    }
+
+    /// Charges all that a disk owes. The limits admit nothing until it is paid.
+    pub fn force_owed(&self, now: Time, owed: &Owed) {
+        let all = owed.remove(&[u64::MAX; LIMITS]);
+        let meters = self.generation(self.changes.load(Acquire));
+        buckets(meters, &all).for_each(|(bucket, amount)| bucket.force(now, amount));
+    }
+
+    /// Returns how much each limit admits in a time.
+    fn worth(&self, time_ns: u64) -> [u64; LIMITS] {
+        let meters = self.generation(self.changes.load(Acquire));
+        std::array::from_fn(|limit| meters[limit].buckets[0].worth(time_ns))
+    }
+
+    fn take_amounts(
+        &self,
+        now: Time,
+        amounts: &[u64; LIMITS],
+        flow: Option<&Flow>,
+    ) -> Result<(), Time> {
         if self.is_unlimited() {
             return Ok(());
         }
         self.note_time(now);
-        let amounts = amounts(operation);
         loop {
-            if let Ok(answer) = self.try_take(now, &amounts, flow) {
+            if let Ok(answer) = self.try_take(now, amounts, flow) {
                 return answer;
             }
         }
@@ -114,7 +190,7 @@ impl Limiter {
     fn try_take(
         &self,
         now: Time,
-        amounts: &[u64; 6],
+        amounts: &[u64; LIMITS],
         flow: Option<&Flow>,
     ) -> Result<Result<(), Time>, Changed> {
         let change = self.changes.load(Acquire);
@@ -186,12 +262,17 @@ impl Limiter {
     }
 
     /// Refunds a charge, because the operation does not begin. The reason lies outside these
-    /// limits.
-    pub fn refund(&self, operation: &Operation, flow: Option<&Flow>) {
+    /// limits. `owed`: what the disk owes to these limits, if they are those of its group.
+    pub fn refund(&self, operation: &Operation, flow: Option<&Flow>, owed: Option<&Owed>) {
         if self.is_unlimited() {
             return;
         }
-        let (meters, amounts) = (self.generation(self.changes.load(Acquire)), amounts(operation));
+        let (meters, mut amounts) =
+            (self.generation(self.changes.load(Acquire)), amounts(operation));
+        if let Some(owed) = owed {
+            let not_paid = owed.remove(&amounts);
+            amounts = std::array::from_fn(|limit| amounts[limit] - not_paid[limit]);
+        }
         buckets(meters, &amounts).for_each(|(bucket, amount)| bucket.refund(amount));
         if let Some(flow) = flow {
             let refund = |(limit, meter, amount): (_, &Meter, _)| {
@@ -221,7 +302,7 @@ impl Limiter {
         }
     }
 
-    fn generation(&self, change: u64) -> &[Meter; 6] {
+    fn generation(&self, change: u64) -> &[Meter; LIMITS] {
         &self.generations[(change % 2) as usize]
     }
 
@@ -290,9 +371,9 @@ fn shape(limit: &Limit, which: usize) -> (u64, u64) {
 }
 
 /// Names of the limits in [`LimiterState`], in the order of [`all`].
-const NAMES: [&str; 6] = ["iops", "iops-read", "iops-write", "bps", "bps-read", "bps-write"];
+const NAMES: [&str; LIMITS] = ["iops", "iops-read", "iops-write", "bps", "bps-read", "bps-write"];
 
-fn all(limits: &Limits) -> [Option<Limit>; 6] {
+fn all(limits: &Limits) -> [Option<Limit>; LIMITS] {
     [
         limits.iops,
         limits.iops_read,
@@ -306,7 +387,7 @@ fn all(limits: &Limits) -> [Option<Limit>; 6] {
 /// Returns the amount that an operation takes of each limit, in the order of [`all`]. A discard
 /// counts as a write of no bytes. A flush counts as neither read nor write.
 #[inline]
-fn amounts(operation: &Operation) -> [u64; 6] {
+fn amounts(operation: &Operation) -> [u64; LIMITS] {
     let (requests, bytes) = (u64::from(operation.requests.max(1)), operation.bytes);
     match operation.kind {
         OperationKind::Read => [requests, requests, 0, bytes, bytes, 0],
@@ -314,15 +395,15 @@ fn amounts(operation: &Operation) -> [u64; 6] {
             [requests, 0, requests, bytes, 0, bytes]
         }
         OperationKind::Discard => [requests, 0, requests, 0, 0, 0],
-        OperationKind::Flush => [0; 6],
+        OperationKind::Flush => [0; LIMITS],
     }
 }
 
 /// Returns the limits that apply to an operation: index, meter and amount.
 #[inline]
 fn counted<'a>(
-    meters: &'a [Meter; 6],
-    amounts: &'a [u64; 6],
+    meters: &'a [Meter; LIMITS],
+    amounts: &'a [u64; LIMITS],
 ) -> impl Iterator<Item = (usize, &'a Meter, u64)> {
     let all = meters
         .iter()
@@ -335,8 +416,8 @@ fn counted<'a>(
 /// Returns the buckets of the limits that apply to an operation, each with its amount.
 #[inline]
 fn buckets<'a>(
-    meters: &'a [Meter; 6],
-    amounts: &'a [u64; 6],
+    meters: &'a [Meter; LIMITS],
+    amounts: &'a [u64; LIMITS],
 ) -> impl Iterator<Item = (&'a Bucket, u64)> {
     counted(meters, amounts)
         .flat_map(|(_, meter, amount)| meter.existing().map(move |bucket| (bucket, amount)))

@@ -19,8 +19,11 @@ use crate::debt::Debt;
 use crate::device::{Device, Grant};
 use crate::group::Group;
 use crate::knobs::Knobs;
-use crate::limit::{Flow, Limiter};
+use crate::limit::{Flow, Limiter, Owed};
 use crate::wait_list::WaitToken;
+
+/// Time after which a disk that owes something to its group looks again.
+const OWED_CHECK_NS: u64 = 10_000_000;
 
 /// Statistics of a share since its disk was opened. All except `weight`, `waiting` and `queued` are
 /// in nanoseconds.
@@ -51,6 +54,8 @@ pub struct Share {
     limiter: Limiter,
     /// The disk's flow in the limits of its group.
     group_flow: Option<Arc<Flow>>,
+    /// What the disk owes to the limits of its group.
+    owed: Owed,
     device: Option<Arc<Device>>,
     debt: Debt,
     /// End offset of the disk's last operation in bytes, on a rotational device.
@@ -68,6 +73,7 @@ impl Share {
             account,
             limiter: Limiter::new(&knobs.limits),
             group_flow,
+            owed: Owed::default(),
             device,
             debt: Debt::default(),
             position: AtomicU64::new(u64::MAX),
@@ -110,8 +116,9 @@ impl Share {
 
     /// Applies a change of the group's knobs.
     pub(crate) fn group_changed(&self, now: Time) {
-        // A debt is paid at the new rates.
-        self.debt.limits_changed(self.limits_open());
+        // A debt is paid at the new rates. What is owed to limits that are gone is forgotten.
+        self.pay_group(now);
+        self.debt.limits_changed(self.limiter.opens());
         match &self.device {
             Some(device) => device.reweigh(now),
             None => self.account.set_weight(f64::from(self.account.own_weight()), 0),
@@ -152,11 +159,28 @@ impl Share {
     #[inline]
     pub fn limit(&self, now: Time, operation: &Operation, flow: &Flow) -> Result<(), Time> {
         let group = self.group_limiter();
+        if self.owes_group() {
+            return Err(now + OWED_CHECK_NS);
+        }
         self.limiter.take(now, operation, Some(flow))?;
-        let back = |_: &Time| self.limiter.refund(operation, Some(flow));
+        let back = |_: &Time| self.limiter.refund(operation, Some(flow), None);
         group.map_or(Ok(()), |limiter| {
-            limiter.take(now, operation, self.group_flow.as_deref()).inspect_err(back)
+            let flow = self.group_flow.as_deref();
+            limiter.take_part(now, operation, flow, &self.owed).inspect_err(back)
         })
+    }
+
+    /// Returns whether the disk must pay what it owes to its group ([`Share::pay_group`]). Until
+    /// then it begins nothing.
+    #[inline]
+    pub fn owes_group(&self) -> bool {
+        self.group_flow.is_some() && !self.owed.is_zero()
+    }
+
+    /// Pays what the disk owes to the limits of its group, as far as its turn among the disks of
+    /// the group allows. Returns the time to call this again, or `None` if all is paid.
+    pub fn pay_group(&self, now: Time) -> Option<Time> {
+        self.group_limiter()?.pay(now, self.group_flow.as_deref(), &self.owed)
     }
 
     /// Adds an operation to the device's wait list. When it is admitted, `token` reports it
@@ -213,9 +237,9 @@ impl Share {
 
     /// Reverts an admission, because the operation does not begin.
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
-        self.limiter.refund(operation, None);
+        self.limiter.refund(operation, None, None);
         if let Some(group) = &self.account.group {
-            group.limiter.refund(operation, self.group_flow.as_deref());
+            group.limiter.refund(operation, self.group_flow.as_deref(), Some(&self.owed));
         }
         if let Some(device) = &self.device {
             device.release_grant(&self.account, now, &grant);
@@ -262,17 +286,13 @@ impl Share {
         self.account.group.as_ref().map(|group| &group.limiter)
     }
 
-    fn limits_open(&self) -> Time {
-        self.limiter.opens().max(self.group_limiter().map_or(0, Limiter::opens))
-    }
-
     /// Admits an operation that cannot wait, because its queue is drained. Its cost becomes a debt
     /// to the limits and to the device.
     pub fn force(&self, now: Time, operation: &Operation) -> Grant {
-        let opens = self.limiter.force(now, operation);
-        let opens =
-            opens.max(self.group_limiter().map_or(0, |limiter| limiter.force(now, operation)));
-        self.debt.owe_limits(opens);
+        self.debt.owe_limits(self.limiter.force(now, operation));
+        if let Some(group) = self.group_limiter() {
+            group.owe(operation, &self.owed);
+        }
         let Some(device) = &self.device else { return Grant::default() };
         let grant = device.force(&self.account, now, operation);
         self.debt.owe_device(now, device.time_of(&self.account, grant.cost_ns));
@@ -308,6 +328,9 @@ impl Share {
     /// many operations wait that a drain would admit too much. None: they may take requests.
     #[inline]
     pub fn paused_until(&self, now: Time) -> Option<Time> {
+        if self.owes_group() {
+            return Some(now + OWED_CHECK_NS);
+        }
         self.debt.paused_until(now, || {
             self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account))
         })
@@ -317,6 +340,9 @@ impl Share {
     pub fn hand_over(&self, now: Time) -> ShareState {
         let [limits_debt_ns, device_debt_ns] = self.debt.left(now);
         let group = self.account.group();
+        if let Some(group) = group {
+            group.limiter.force_owed(now, &self.owed);
+        }
         let figures = self.figures();
         ShareState {
             limits: self.limiter.hand_over(now),
@@ -345,7 +371,7 @@ impl Share {
         }
         self.debt.owe_limits(now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS)));
         // The debt is not longer than the limits of this server make it.
-        self.debt.limits_changed(self.limits_open());
+        self.debt.limits_changed(self.limiter.opens());
         if self.device.is_some() {
             self.debt.owe_device(now, state.device_debt_ns.min(MAX_DEBT_NS));
         }

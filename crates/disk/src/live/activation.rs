@@ -14,7 +14,7 @@
 //! again by then. No request reaches an inactive disk's image, and an inactive disk changes nothing
 //! in it.
 
-use std::sync::{Arc, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
@@ -62,15 +62,14 @@ impl Disk {
     /// on a reactor.
     pub fn activate(self: &Arc<Self>, goes_on: impl Fn() -> bool) -> Result<(), WorkError> {
         let Some(options) = &self.activation else { return Ok(()) };
-        // A deactivation that has begun late must end first.
-        self.leaving().is_wanted = false;
-        if !self.is_inactive() {
-            return Ok(());
-        }
         let error =
             |why| WorkError { disk: self.name().into(), work: "activation", why: Box::new(why) };
         let deadline = Instant::now() + LOCK_TIME;
         let goes_on = || goes_on() && Instant::now() < deadline;
+        self.stay(goes_on).map_err(error)?;
+        if !self.is_inactive() {
+            return Ok(());
+        }
         let _lock = self.wait_for_work(goes_on).map_err(error)?;
         // The work that this has waited for may be another activation.
         if !self.is_inactive() {
@@ -126,8 +125,8 @@ impl Disk {
     /// stopped the disk's queues. Does nothing for disks that are always active. Must not run on a
     /// reactor.
     ///
-    /// After an error the disk is active. If other work was under way, it is deactivated when that
-    /// ends. The exception is a reactor that does not close the image
+    /// After an error the disk is active. If other work was under way, the disk is deactivated when
+    /// that work ends. Another exception is a reactor that does not close the image
     /// in time: the disk is inactive then, and the lock is released when that reactor closes it.
     pub fn deactivate(self: &Arc<Self>) -> Result<(), WorkError> {
         if self.activation.is_none() || self.is_inactive() {
@@ -138,6 +137,23 @@ impl Disk {
             self.deactivate_later();
         }
         deactivated
+    }
+
+    /// Ends the wish to deactivate the disk. Waits for a deactivation that has begun.
+    fn stay(&self, goes_on: impl Fn() -> bool) -> Result<(), Why> {
+        loop {
+            let mut leaving = match self.leaving.try_lock() {
+                Ok(leaving) => leaving,
+                Err(TryLockError::Poisoned(leaving)) => leaving.into_inner(),
+                Err(TryLockError::WouldBlock) if goes_on() => {
+                    std::thread::sleep(LOCK_PAUSE);
+                    continue;
+                }
+                Err(TryLockError::WouldBlock) => return Err(Why::Busy),
+            };
+            leaving.is_wanted = false;
+            return Ok(());
+        }
     }
 
     fn leaving(&self) -> MutexGuard<'_, Leaving> {
@@ -206,6 +222,10 @@ impl Disk {
 impl Worker {
     async fn deactivate(self) -> Result<(), Why> {
         let source = self.disk.source();
+        // Another deactivation may have come first.
+        if matches!(source, Source::Inactive(_)) {
+            return Ok(());
+        }
         let local_disk = self.local_disk(&source)?;
         let quiesced = self.disk.quiesce("deactivation")?;
         self.flush(&local_disk).await?;

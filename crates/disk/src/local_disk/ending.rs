@@ -29,7 +29,8 @@ impl LocalDisk {
     }
 
     /// Checks again which of the requests that wait for space may wait ([`Token::may_wait`]). The
-    /// others make one last attempt, and fail if there is still no space.
+    /// others go back unanswered if their queue leaves them to another server. Otherwise they make
+    /// one last attempt, and fail if there is still no space.
     pub fn release_paused(&self) {
         self.pause.check_again();
     }
@@ -48,6 +49,8 @@ impl LocalDisk {
     }
 
     fn suspend_until(&self, fails_long: Instant) {
+        // Another export may end at the same time.
+        let fails_long = self.long_until.get().map_or(fails_long, |time| time.min(fails_long));
         self.throttle.suspend();
         self.release_paused();
         self.end_long_requests(Some(fails_long));

@@ -155,7 +155,7 @@ pub async fn chunks(
         if lookups % LOOKUPS_AT_ONCE == 0 {
             let (handle, work) = (&connection.handle, LOOKUPS_AT_ONCE as u32 * REQUEST);
             handle.yield_now().await;
-            connection.budget.admit(handle, work, 0).await;
+            connection.pieces.admit(handle, work, 0).await;
         }
         let status = served
             .status(at, end - at)

@@ -47,8 +47,10 @@ pub struct Connection {
     /// Bytes that were read from the disk and are not sent yet.
     pub unsent: Cell<u64>,
     pub idle: Rc<Idle>,
-    /// What its requests take in an iteration: when they arrive, and piece by piece.
+    /// What its requests take in an iteration when they arrive.
     pub budget: Budget,
+    /// What its long requests take later, piece by piece.
+    pub pieces: Budget,
     /// The connection accepts no more requests.
     pub ended: Cell<bool>,
     /// The client has said that it sends no more requests (NBD_CMD_DISC). It has a right to the
@@ -81,6 +83,7 @@ impl Connection {
             in_flight: Cell::new(0),
             idle,
             budget: Budget::of(handle, &disk),
+            pieces: Budget::of(handle, &disk),
             unanswered: Cell::new(0),
             held: Cell::new(0),
             unsent: Cell::new(0),

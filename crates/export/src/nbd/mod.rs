@@ -35,6 +35,7 @@ mod stream;
 mod terms;
 mod worker;
 
+use std::cell::Cell;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
@@ -354,7 +355,7 @@ fn resume(
     let fd = Accepted { fd: stream, server: shared.clone() };
     let (server, handshake) = (shared.clone(), shared.settings().limits.handshake);
     reactors.next().run(move |handle| {
-        let place = exported.place(usize::MAX);
+        let place = Cell::new(exported.place(usize::MAX));
         let terms = Terms { exported, headers, contexts, place };
         match Stream::continued(handle, fd, since, remains) {
             Ok(stream) => {

@@ -5,6 +5,7 @@
 //! [`MOST_OPTIONS`] options. The caller bounds the time. A client learns nothing of an export that
 //! it may not use.
 
+use std::cell::Cell;
 use std::io;
 use std::sync::Arc;
 
@@ -369,7 +370,7 @@ impl<'a> Negotiation<'a> {
             exported,
             headers: self.headers,
             contexts: contexts.map(|(_, contexts)| contexts).unwrap_or_default(),
-            place,
+            place: Cell::new(place),
         }
     }
 

@@ -1,5 +1,6 @@
 //! The result of the option phase, and the requests that it allows.
 
+use std::cell::Cell;
 use std::sync::Arc;
 
 use blockyard_nbd::wire::{self, Headers, cmd, errno, export, flag};
@@ -12,8 +13,8 @@ pub struct Terms {
     pub exported: Arc<Exported>,
     pub headers: Headers,
     pub contexts: Contexts,
-    #[expect(dead_code, reason = "it counts the connection until that ends")]
-    pub place: Option<Place>,
+    /// Counts the connection until it takes no more requests.
+    pub place: Cell<Option<Place>>,
 }
 
 impl Terms {

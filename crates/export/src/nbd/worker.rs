@@ -141,7 +141,7 @@ impl Connection {
                 .map_err(|failure| error_of(failure, op))?;
             at += len;
             self.handle.yield_now().await;
-            self.budget.admit(&self.handle, REQUEST, 0).await;
+            self.pieces.admit(&self.handle, REQUEST, 0).await;
         }
         Ok(())
     }
@@ -174,7 +174,7 @@ impl Connection {
             at += len;
             // Pieces that complete at once must not keep the reactor from its other tasks.
             self.handle.yield_now().await;
-            self.budget.admit(&self.handle, REQUEST, buffered as u64).await;
+            self.pieces.admit(&self.handle, REQUEST, buffered as u64).await;
         }
         self.reply(&request, status, Body::None);
     }

@@ -148,7 +148,7 @@ impl Session {
             self.stop(index, false);
             self.state.vrings[index].started = started;
         }
-        // An error is in the log. The disk stays active.
+        // An error is in the log. The disk may stay active.
         let _ = self.deactivate();
         std::mem::replace(&mut self.state, self.export.new_state())
     }

@@ -89,6 +89,17 @@ impl Bucket {
         let _ = self.full.fetch_update(AcqRel, Acquire, |full| Some(full.saturating_sub(cost)));
     }
 
+    /// Returns how many units the rate admits in a time, and at least one. `u64::MAX`: the bucket
+    /// is not used.
+    pub fn worth(&self, time_ns: u64) -> u64 {
+        match self.rate.load(Acquire) {
+            0 => u64::MAX,
+            rate => u64::try_from(u128::from(rate) * u128::from(time_ns) / u128::from(SECOND))
+                .unwrap_or(u64::MAX)
+                .max(1),
+        }
+    }
+
     /// Returns the approximate cost of `amount` units, in nanoseconds of the rate.
     pub fn price(&self, amount: u64) -> u64 {
         divide(amount, self.rate.load(Acquire).max(1)).0

@@ -12,6 +12,7 @@ use std::sync::atomic::Ordering::Relaxed;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 
+use super::LIMITS;
 use crate::{Knobs, Time};
 
 /// Time after a refusal, in nanoseconds, until a flow that has not retried no longer counts as
@@ -21,8 +22,6 @@ const WAIT_EXPIRES_NS: u64 = 40_000_000;
 /// The lead lets flows proceed in batches. A flow also falls behind by at most this much, so that
 /// an idle flow saves up no credit.
 const MAX_LEAD_NS: u64 = 1_000_000;
-/// Number of limits of a limiter.
-const LIMITS: usize = 6;
 
 /// A flow: a stream of operations that competes with others for the same limits.
 #[derive(Debug)]

@@ -361,3 +361,42 @@ fn drains_and_quiesces_lose_and_repeat_no_request() {
         assert_eq!(writes, next as usize, "each write is made once");
     });
 }
+
+/// The guest of one disk of a group is reset with many requests waiting.
+#[test]
+fn a_drain_delays_the_other_disk_of_its_group_for_a_moment_and_is_paid_while_the_guest_is_idle() {
+    simulate(async |handle, seed, mut rng| {
+        let group = Knobs { limits: bps(MIB), ..Knobs::default() };
+        let host = Host::default();
+        let share = || host.share(None, Some(("g", &group)), &Knobs::default());
+        let (one, other) = (share(), share());
+        host.set_group("g", &group, time_of(handle.read_clock()));
+        let stages = [one, other].map(|share| Stage::sharing(&handle, seed, share));
+        let [one, other] = &stages;
+        one.submit_many(&mut rng, 10, MIB);
+        one.settle().await;
+        one.reactors.iter().for_each(|reactor| reactor.drain());
+        one.all().await;
+        let owed = handle.read_clock();
+        // The other disk wants a sixteenth of the rate.
+        for _ in 0..16 {
+            let begun = handle.read_clock();
+            other.submit(0, WRITE_OP, 0, MIB / 64);
+            other.all().await;
+            let waited = handle.read_clock() - begun;
+            assert!(waited < Duration::from_millis(100), "{waited:?}");
+            handle.sleep(Duration::from_millis(250) - waited).await;
+        }
+        assert!(one.disk.share().owes_group());
+        // The guest sends nothing, so only time can pay.
+        while one.disk.share().owes_group() {
+            handle.sleep(Duration::from_millis(10)).await;
+        }
+        let paid = (handle.read_clock() - owed).as_secs_f64();
+        assert!((9.0..12.0).contains(&paid), "{paid} s for what takes 10 s");
+        let begun = handle.read_clock();
+        one.submit(0, WRITE_OP, 0, MIB / 1024);
+        one.all().await;
+        assert!(handle.read_clock() - begun < Duration::from_millis(40));
+    });
+}

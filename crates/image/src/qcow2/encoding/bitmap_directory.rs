@@ -4,6 +4,7 @@ use blockyard_storage::Storage;
 
 use super::bytes::{self, be16, be32, be64, put32, put64};
 use super::header::{BitmapsExtension, Header};
+use crate::SECTOR;
 use crate::error::ImageError;
 use crate::raw::Raw;
 
@@ -84,9 +85,7 @@ impl BitmapEntry {
 
     /// Returns why QEMU would reject the bitmap, although its table can be read.
     pub fn odd(&self, header: &Header) -> Option<OddBitmap> {
-        // QEMU counts whole sectors of 512 bytes only.
-        let size = header.size & !511;
-        let pieces = size.div_ceil(1 << self.granularity_bits.min(63));
+        let pieces = whole_sectors(header.size).div_ceil(1 << self.granularity_bits.min(63));
         let needed = pieces.div_ceil(8).div_ceil(header.cluster_size());
         Some(match self {
             _ if self.table_size == 0 || self.table_offset == 0 => OddBitmap::NoTable,
@@ -103,6 +102,11 @@ impl BitmapEntry {
             _ => return None,
         })
     }
+}
+
+/// Returns the part of a disk that its bitmaps describe. QEMU counts whole sectors only.
+pub fn whole_sectors(size: u64) -> u64 {
+    size - size % SECTOR
 }
 
 /// Encodes a directory of these bitmaps, without extra data. Ignores their offsets in the old

@@ -15,7 +15,7 @@ use crate::error::ImageError;
 use crate::qcow2::closed::change::OfflineChange;
 use crate::qcow2::encoding::bitmap_directory::{
     self, AUTO, BitmapEntry, DIRTY_TRACKING, GRANULARITY_BITS, IN_USE, MAX_BITMAP_BYTES, MAX_NAME,
-    OddBitmap,
+    OddBitmap, whole_sectors,
 };
 use crate::qcow2::encoding::bytes::{self, be64, put64};
 use crate::qcow2::encoding::entry::OFFSET_MASK;
@@ -284,6 +284,7 @@ fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError
 impl Bits {
     /// Returns a bitmap without set bits.
     fn new(size: u64, granularity_bits: u8) -> Result<Self, ImageError> {
+        let size = whole_sectors(size);
         let len = size.div_ceil(1 << granularity_bits).div_ceil(8);
         if len > MAX_BITMAP_BYTES {
             let what =
