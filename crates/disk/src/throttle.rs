@@ -441,6 +441,7 @@ impl Throttle {
         if self.is_open() {
             return None;
         }
+        self.pay_group();
         let now = self.now();
         let until = self.share.paused_until(now)?;
         Some(Duration::from_nanos(until - now).min(MAX_SLEEP))

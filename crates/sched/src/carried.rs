@@ -27,6 +27,9 @@ pub struct ShareState {
     /// Name of the disk's group, and the state of its limits.
     pub group: Option<String>,
     pub group_limits: LimiterState,
+    /// What the disk owes to the limits of its group, by their names: operations or bytes.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub group_owed: BTreeMap<String, u64>,
     /// Time until the debt to the limits is paid, and the debt to the device.
     pub limits_debt_ns: u64,
     pub device_debt_ns: u64,
@@ -145,18 +148,22 @@ mod tests {
         let share = |host: &Host| host.share(None, Some(("g", &group)), &Knobs::default());
         let next = Host::default();
         let (old, new) = ([share(&host), share(&host)], [share(&next), share(&next)]);
+        assert_eq!(admitted(&old[0], OLD), 1);
         force(&old[0], 10);
         hand_over(&old[0], &new[0]);
         force(&old[1], 5);
         hand_over(&old[1], &new[1]);
         let group = new[1].group().unwrap();
-        // 15 operations are 150 ms. The bucket admits one when it lacks at most 5 ms.
-        assert_eq!(group.limiter.opens(), NEW + 145 * SECOND / 1000);
+        // An operation is 10 ms. The bucket admits one when it lacks at most 5 ms.
+        assert_eq!(group.limiter.opens(), NEW + 5 * SECOND / 1000);
         // Another group has nothing to do with it.
         let other = next.share(None, Some(("h", &iops(100, None))), &Knobs::default());
         force(&old[0], 10);
         hand_over(&old[0], &other);
-        assert!(other.group().unwrap().limiter.opens() <= NEW);
+        assert!(other.group().unwrap().limiter.opens() <= NEW && !other.owes_group());
+        // What is forced is owed by the disk itself.
+        let owed = new.map(|share| share.hand_over(NEW).group_owed);
+        assert_eq!(owed, [10, 5].map(|n| BTreeMap::from([("iops".to_string(), n)])));
     }
 
     #[test]

@@ -18,14 +18,15 @@
 //! - Either all limits of an operation are charged, or none.
 //! - Several flows that wait for the same limits share them by weight ([`Flow`]).
 //! - An operation of one disk of a group delays the others by at most [`PART_NS`]. The disk owes
-//!   the rest, and begins nothing before that is paid ([`Owed`]).
+//!   the rest, and begins nothing that uses the limit before that is paid ([`Owed`]).
 
+use std::collections::BTreeMap;
 use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed, Release};
 use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use crate::carried::{LimiterState, MeterState};
+use crate::carried::{LimiterState, MAX_DEBT_NS, MeterState};
 use crate::{Limit, Limits, Operation, OperationKind, Time};
 
 mod bucket;
@@ -42,8 +43,11 @@ const LIMITS: usize = 6;
 /// Largest part of an operation that a group's limits are charged at once, in nanoseconds of their
 /// rate.
 const PART_NS: u64 = 50_000_000;
-/// What a disk pays at a time of what it owes to its group: as much as a bucket holds.
-const SLICE_NS: u64 = 10_000_000;
+/// What a disk pays at a time of what it owes to its group. Another disk that sends one small
+/// operation at a time waits that long for each.
+const SLICE_NS: u64 = 2_000_000;
+/// Largest number of slices that a disk pays at a time, while a burst allows them.
+const MOST_SLICES: u32 = 64;
 /// Shortest time between two attempts to pay.
 const RETRY_NS: u64 = 1_000_000;
 
@@ -131,43 +135,69 @@ impl Limiter {
         let (amounts, most) = (amounts(operation), self.worth(PART_NS));
         let part = std::array::from_fn(|limit| amounts[limit].min(most[limit]));
         self.take_amounts(now, &part, flow)?;
-        owed.add(&std::array::from_fn(|limit| amounts[limit] - part[limit]));
+        (0..LIMITS).for_each(|limit| owed.add_to(limit, amounts[limit] - part[limit]));
         Ok(())
     }
 
     /// Adds an operation that cannot wait to what the disk owes.
     pub fn owe(&self, operation: &Operation, owed: &Owed) {
         if !self.is_unlimited() {
-            owed.add(&amounts(operation));
+            let meters = self.generation(self.changes.load(Acquire));
+            let amounts = amounts(operation);
+            counted(meters, &amounts).for_each(|(limit, _, amount)| owed.add_to(limit, amount));
         }
     }
 
-    /// Charges what a disk owes, as far as its turn allows. Returns the time to call this again, or
-    /// `None` if all is paid.
+    /// Adds what a disk owed to these limits at another server, by their names. Limits that only
+    /// one of both has are left out.
+    pub(crate) fn continue_owed(&self, state: &BTreeMap<String, u64>, owed: &Owed) {
+        let (meters, most) = (self.generation(self.changes.load(Acquire)), self.worth(MAX_DEBT_NS));
+        for (limit, name) in NAMES.iter().enumerate() {
+            if let Some(amount) = state.get(*name).filter(|_| meters[limit].buckets[0].exists()) {
+                owed.add_to(limit, (*amount).min(most[limit]));
+            }
+        }
+    }
+
+    /// Returns whether the disk owes something to a limit that the operation uses. Then the
+    /// operation must wait.
+    #[inline]
+    pub fn is_owed(operation: &Operation, owed: &Owed) -> bool {
+        !owed.is_zero() && owed.has(&amounts(operation))
+    }
+
+    /// Pays what a disk owes, as far as its turn at each limit allows. Returns the time to call
+    /// this again, or `None` if all is paid.
     pub fn pay(&self, now: Time, flow: Option<&Flow>, owed: &Owed) -> Option<Time> {
-        loop {
-            let slice = owed.remove(&self.worth(SLICE_NS));
-            if slice == [0; LIMITS] {
+        // Each limit by itself: a disk that waits for one must not lose its turn at another one.
+        let next = (0..LIMITS).filter_map(|limit| self.pay_limit(limit, now, flow, owed));
+        next.min()
+    }
+
+    fn pay_limit(&self, limit: usize, now: Time, flow: Option<&Flow>, owed: &Owed) -> Option<Time> {
+        for _ in 0..MOST_SLICES {
+            let slice = owed.remove_from(limit, self.worth(SLICE_NS)[limit]);
+            if slice == 0 {
                 return None;
             }
-            if let Err(opens) = self.take_amounts(now, &slice, flow) {
-                owed.add(&slice);
+            let mut amounts = [0; LIMITS];
+            amounts[limit] = slice;
+            if let Err(opens) = self.take_amounts(now, &amounts, flow) {
+                owed.add_to(limit, slice);
                 return Some(opens.max(now + RETRY_NS));
             }
         }
+        Some(now + RETRY_NS)
     }
 
-    /// Charges all that a disk owes. The limits admit nothing until it is paid.
-    pub fn force_owed(&self, now: Time, owed: &Owed) {
-        let all = owed.remove(&[u64::MAX; LIMITS]);
-        let meters = self.generation(self.changes.load(Acquire));
-        buckets(meters, &all).for_each(|(bucket, amount)| bucket.force(now, amount));
-    }
-
-    /// Returns how much each limit admits in a time.
+    /// Returns how much each limit admits in a time, without a burst. `u64::MAX`: the limit is not
+    /// set.
     fn worth(&self, time_ns: u64) -> [u64; LIMITS] {
         let meters = self.generation(self.changes.load(Acquire));
-        std::array::from_fn(|limit| meters[limit].buckets[0].worth(time_ns))
+        std::array::from_fn(|limit| {
+            let worth = meters[limit].existing().map(|bucket| bucket.worth(time_ns));
+            worth.min().unwrap_or(u64::MAX)
+        })
     }
 
     fn take_amounts(
@@ -270,8 +300,9 @@ impl Limiter {
         let (meters, mut amounts) =
             (self.generation(self.changes.load(Acquire)), amounts(operation));
         if let Some(owed) = owed {
-            let not_paid = owed.remove(&amounts);
-            amounts = std::array::from_fn(|limit| amounts[limit] - not_paid[limit]);
+            for (limit, amount) in amounts.iter_mut().enumerate() {
+                *amount -= owed.remove_from(limit, *amount);
+            }
         }
         buckets(meters, &amounts).for_each(|(bucket, amount)| bucket.refund(amount));
         if let Some(flow) = flow {

@@ -8,7 +8,7 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::task::Waker;
 
 use crate::Time;
@@ -56,6 +56,8 @@ pub struct Share {
     group_flow: Option<Arc<Flow>>,
     /// What the disk owes to the limits of its group.
     owed: Owed,
+    /// A drain has made the debt to the group, so the queues take nothing until it is paid.
+    holds_queues: AtomicBool,
     device: Option<Arc<Device>>,
     debt: Debt,
     /// End offset of the disk's last operation in bytes, on a rotational device.
@@ -74,6 +76,7 @@ impl Share {
             limiter: Limiter::new(&knobs.limits),
             group_flow,
             owed: Owed::default(),
+            holds_queues: AtomicBool::new(false),
             device,
             debt: Debt::default(),
             position: AtomicU64::new(u64::MAX),
@@ -158,20 +161,20 @@ impl Share {
     /// time to retry if a limit refuses it.
     #[inline]
     pub fn limit(&self, now: Time, operation: &Operation, flow: &Flow) -> Result<(), Time> {
-        let group = self.group_limiter();
-        if self.owes_group() {
+        let Some(group) = self.account.group() else {
+            return self.limiter.take(now, operation, Some(flow));
+        };
+        group.pay_orphans(now);
+        if Limiter::is_owed(operation, &self.owed) {
             return Err(now + OWED_CHECK_NS);
         }
         self.limiter.take(now, operation, Some(flow))?;
-        let back = |_: &Time| self.limiter.refund(operation, Some(flow), None);
-        group.map_or(Ok(()), |limiter| {
-            let flow = self.group_flow.as_deref();
-            limiter.take_part(now, operation, flow, &self.owed).inspect_err(back)
-        })
+        let taken = group.limiter.take_part(now, operation, self.group_flow.as_deref(), &self.owed);
+        taken.inspect_err(|_| self.limiter.refund(operation, Some(flow), None))
     }
 
     /// Returns whether the disk must pay what it owes to its group ([`Share::pay_group`]). Until
-    /// then it begins nothing.
+    /// then it begins nothing that uses the limits to which it owes.
     #[inline]
     pub fn owes_group(&self) -> bool {
         self.group_flow.is_some() && !self.owed.is_zero()
@@ -292,6 +295,7 @@ impl Share {
         self.debt.owe_limits(self.limiter.force(now, operation));
         if let Some(group) = self.group_limiter() {
             group.owe(operation, &self.owed);
+            self.holds_queues.store(!self.owed.is_zero(), Relaxed);
         }
         let Some(device) = &self.device else { return Grant::default() };
         let grant = device.force(&self.account, now, operation);
@@ -328,8 +332,11 @@ impl Share {
     /// many operations wait that a drain would admit too much. None: they may take requests.
     #[inline]
     pub fn paused_until(&self, now: Time) -> Option<Time> {
-        if self.owes_group() {
-            return Some(now + OWED_CHECK_NS);
+        if self.holds_queues.load(Relaxed) {
+            if self.owes_group() {
+                return Some(now + OWED_CHECK_NS);
+            }
+            self.holds_queues.store(false, Relaxed);
         }
         self.debt.paused_until(now, || {
             self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account))
@@ -340,14 +347,12 @@ impl Share {
     pub fn hand_over(&self, now: Time) -> ShareState {
         let [limits_debt_ns, device_debt_ns] = self.debt.left(now);
         let group = self.account.group();
-        if let Some(group) = group {
-            group.limiter.force_owed(now, &self.owed);
-        }
         let figures = self.figures();
         ShareState {
             limits: self.limiter.hand_over(now),
             group: group.map(|group| group.name().into()),
             group_limits: group.map(|group| group.limiter.hand_over(now)).unwrap_or_default(),
+            group_owed: self.owed.hand_over(),
             limits_debt_ns,
             device_debt_ns,
             owed_ns: figures.owed_ns,
@@ -368,6 +373,8 @@ impl Share {
             && state.group.as_deref() == Some(group.name())
         {
             group.limiter.continue_from(now, &state.group_limits);
+            group.limiter.continue_owed(&state.group_owed, &self.owed);
+            self.holds_queues.store(!self.owed.is_zero(), Relaxed);
         }
         self.debt.owe_limits(now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS)));
         // The debt is not longer than the limits of this server make it.
@@ -460,6 +467,9 @@ impl ReactorShare {
 
 impl Drop for Share {
     fn drop(&mut self) {
+        if let Some(group) = self.account.group() {
+            self.owed.move_to(&group.orphans);
+        }
         if let Some(device) = &self.device {
             device.leave(self.account.number());
         }

@@ -59,6 +59,24 @@ fn a_rebase_does_not_change_the_disk() {
     }
 }
 
+/// Both chains have the base. The new one hides its end, so the disk's data there must be copied.
+#[test]
+fn a_rebase_to_a_shorter_overlay_of_the_same_base_keeps_what_lies_behind_its_end() {
+    let images = Images::new();
+    images.raw("base.raw", 16 * MIB, 3);
+    let over_base = |name: &str, size: &str| {
+        let path = images.path(name);
+        let base = ["create", "-q", "-f", "qcow2", "-b", "base.raw", "-F", "raw"];
+        qemu_img(&[&base[..], &[text(&path), size]].concat());
+        path
+    };
+    over_base("middle.qcow2", "8M");
+    let top = over_base("top.qcow2", "16M");
+    let expected = copy(&images, &top);
+    image(&["rebase", "-b", "middle.qcow2", "-F", "qcow2", text(&top)]);
+    sound_and_same((&top, "qcow2"), (&expected, "raw"));
+}
+
 #[test]
 fn copied_clusters_are_compressed_with_the_option() {
     for options in [

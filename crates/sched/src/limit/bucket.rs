@@ -182,7 +182,8 @@ fn converted(missing: u64, from: (u64, u64), (rate, holds): (u64, u64)) -> u64 {
 }
 
 fn slack(rate: u64, holds: u64, largest: u64) -> u64 {
-    holds - divide(largest, rate.max(1)).0.min(holds / 2)
+    let (cost, rest) = divide(largest, rate.max(1));
+    holds - (cost + u64::from(rest > 0)).min(holds / 2)
 }
 
 /// Returns `amount` in nanoseconds of `rate`, and the remainder in billionths of a unit.
@@ -204,6 +205,13 @@ fn divide(amount: u64, rate: u64) -> (u64, u64) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rounding_opens_no_bucket_early() {
+        let (rate, holds, largest) = (738_165_246, 10_000_000, 1_274_896);
+        let left = u128::from(holds - slack(rate, holds, largest));
+        assert!(left * u128::from(rate) >= u128::from(largest) * u128::from(SECOND));
+    }
 
     #[test]
     fn a_bucket_that_was_replaced_is_not_charged() {

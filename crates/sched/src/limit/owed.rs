@@ -2,14 +2,15 @@
 //!
 //! In: the amounts of operations that began before the group's limits admitted them as a whole: a
 //! large one, or one that a drain admitted. Out: slices that the group's buckets are charged, one
-//! after another. What must hold: the disk itself begins nothing while it owes something. The other
-//! disks of the group wait for a few slices, and not until all is paid, because each slice waits
-//! for its turn among the disks ([`Flow`](super::Flow)).
+//! after another. What must hold: the disk begins nothing that uses a limit to which it owes
+//! something. The other disks of the group wait for a few slices, and not until all is paid,
+//! because each slice waits for its turn among the disks ([`Flow`](super::Flow)).
 
+use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::LIMITS;
+use super::{LIMITS, NAMES};
 
 /// Amounts that are owed, for each limit.
 #[derive(Debug, Default)]
@@ -20,19 +21,35 @@ impl Owed {
         self.0.iter().all(|owed| owed.load(Relaxed) == 0)
     }
 
-    pub fn add(&self, amounts: &[u64; LIMITS]) {
-        for (owed, amount) in self.0.iter().zip(amounts).filter(|(_, amount)| **amount > 0) {
-            let _ = owed.fetch_update(Relaxed, Relaxed, |owed| Some(owed.saturating_add(*amount)));
+    /// Returns whether something is owed to a limit of which this is an amount.
+    pub fn has(&self, amounts: &[u64; LIMITS]) -> bool {
+        self.0.iter().zip(amounts).any(|(owed, amount)| *amount > 0 && owed.load(Relaxed) > 0)
+    }
+
+    pub fn add_to(&self, limit: usize, amount: u64) {
+        if amount > 0 {
+            let more = |owed: u64| Some(owed.saturating_add(amount));
+            let _ = self.0[limit].fetch_update(Relaxed, Relaxed, more);
         }
     }
 
-    /// Removes at most these amounts. Returns what was removed.
-    pub fn remove(&self, most: &[u64; LIMITS]) -> [u64; LIMITS] {
-        std::array::from_fn(|limit| {
-            let left = |owed: u64| Some(owed.saturating_sub(most[limit]));
-            let before = self.0[limit].fetch_update(Relaxed, Relaxed, left);
-            before.unwrap_or_else(|owed| owed).min(most[limit])
-        })
+    /// Removes at most this amount. Returns what was removed.
+    pub fn remove_from(&self, limit: usize, most: u64) -> u64 {
+        let left = |owed: u64| Some(owed.saturating_sub(most));
+        let before = self.0[limit].fetch_update(Relaxed, Relaxed, left);
+        before.unwrap_or_else(|owed| owed).min(most)
+    }
+
+    /// Moves all to another one.
+    pub fn move_to(&self, other: &Owed) {
+        (0..LIMITS).for_each(|limit| other.add_to(limit, self.remove_from(limit, u64::MAX)));
+    }
+
+    /// Moves all to the next server, by the names of the limits.
+    pub fn hand_over(&self) -> BTreeMap<String, u64> {
+        let all = NAMES.iter().enumerate();
+        let all = all.map(|(limit, name)| (name.to_string(), self.remove_from(limit, u64::MAX)));
+        all.filter(|(_, amount)| *amount > 0).collect()
     }
 }
 
@@ -46,78 +63,131 @@ mod tests {
     const MS: Time = 1_000_000;
     const BEGIN: Time = 1000 * MS;
     const RATE: u64 = 10_000_000;
+    const FLUSH: Operation =
+        Operation { kind: OperationKind::Flush, bytes: 0, sequential: false, requests: 1 };
 
     fn write(bytes: u64) -> Operation {
         Operation { kind: OperationKind::Write, bytes, sequential: false, requests: 1 }
     }
 
-    /// Two disks of a group with a limit for bytes.
-    fn disks() -> [Arc<Share>; 2] {
-        let bps = Some(Limit { rate: RATE, max: None, length: Duration::from_secs(1) });
-        let group = Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() };
-        let host = Host::default();
-        let disk = || host.share(None, Some(("g", &group)), &Knobs::default());
-        let both = [disk(), disk()];
-        host.set_group("g", &group, BEGIN);
-        both
+    fn read(bytes: u64) -> Operation {
+        Operation { kind: OperationKind::Read, ..write(bytes) }
     }
 
-    /// One disk pays what it owes, while the other sends 100 KB every 100 ms: a tenth of the rate.
-    /// Returns when all is paid, and the longest wait of the other.
-    fn pay(payer: &Share, other: &Share) -> (Time, Time) {
-        let (flow, own) = (other.new_flow(), payer.new_flow());
+    fn limit(rate: u64, max: Option<u64>) -> Option<Limit> {
+        Some(Limit { rate, max, length: Duration::from_secs(1) })
+    }
+
+    /// Disks of a group with these limits.
+    fn disks<const N: usize>(limits: Limits) -> [Arc<Share>; N] {
+        let group = Knobs { limits, ..Knobs::default() };
+        let host = Host::default();
+        let disks = [(); N].map(|()| host.share(None, Some(("g", &group)), &Knobs::default()));
+        host.set_group("g", &group, BEGIN);
+        disks
+    }
+
+    fn bps() -> Limits {
+        Limits { bps: limit(RATE, None), ..Limits::default() }
+    }
+
+    /// One disk pays what it owes, while others send operations that come every 100 ms. Returns
+    /// when all is paid, and the longest wait of the others.
+    fn pay(payer: &Share, others: &[(&Share, Operation)]) -> (Time, Time) {
+        let flows: Vec<_> = others.iter().map(|(other, _)| other.new_flow()).collect();
         let (mut now, mut attempt, mut longest) = (BEGIN, BEGIN, 0);
-        let mut arrived = None;
+        let mut arrived = vec![None; others.len()];
         loop {
             if now >= attempt {
                 match payer.pay_group(now) {
                     Some(next) => attempt = next,
                     None => return (now, longest),
                 }
-                assert!(payer.limit(now, &write(1), &own).is_err() && payer.owes_group());
-                assert!(payer.paused_until(now).is_some());
+                assert!(payer.owes_group());
             }
-            if (now - BEGIN).is_multiple_of(100 * MS) {
-                assert_eq!(arrived.replace(now), None, "the other waits for 100 ms");
-            }
-            if let Some(at) = arrived
-                && other.limit(now, &write(RATE / 100), &flow).is_ok()
+            for (((other, operation), flow), arrived) in others.iter().zip(&flows).zip(&mut arrived)
             {
-                longest = longest.max(now - at);
-                arrived = None;
+                if (now - BEGIN).is_multiple_of(100 * MS) {
+                    assert_eq!(arrived.replace(now), None, "a disk waits for 100 ms");
+                }
+                if let Some(at) = *arrived
+                    && other.limit(now, operation, flow).is_ok()
+                {
+                    longest = longest.max(now - at);
+                    *arrived = None;
+                }
             }
             now += MS;
         }
     }
 
+    #[track_caller]
+    fn took(paid: Time, expected: Time) {
+        let took = paid - BEGIN;
+        assert!(took.abs_diff(expected) < expected / 20, "{} ms", took / MS);
+    }
+
     #[test]
     fn an_operation_of_many_seconds_delays_the_other_disks_of_the_group_for_a_moment() {
-        let [one, other] = disks();
-        one.limit(BEGIN, &write(1 << 30), &one.new_flow()).unwrap();
-        let (paid, longest) = pay(&one, &other);
-        assert!(longest <= 80 * MS, "{} ms", longest / MS);
-        // A tenth of the rate goes to the other disk.
-        let alone = (1 << 30) * 1000 / RATE * MS;
-        let expected = alone * 10 / 9;
-        assert!((paid - BEGIN).abs_diff(expected) < expected / 20, "{} ms", (paid - BEGIN) / MS);
-        one.limit(paid + 100 * MS, &write(1), &one.new_flow()).unwrap();
+        // A burst that is used up, and none.
+        for max in [None, Some(20 * RATE)] {
+            let limits = Limits { bps: limit(RATE, max), ..Limits::default() };
+            let [one, other] = disks(limits);
+            let burst = max.map_or(0, |max| max - RATE);
+            one.limit(BEGIN, &write((1 << 30) + burst), &one.new_flow()).unwrap();
+            assert_eq!(one.paused_until(BEGIN), None, "reads go on");
+            // The other disk gets a tenth of the rate.
+            let (paid, longest) = pay(&one, &[(&other, write(RATE / 100))]);
+            assert!(longest <= 80 * MS, "{max:?}: {} ms", longest / MS);
+            took(paid, (1 << 30) * 1000 / RATE * MS * 10 / 9);
+            one.limit(paid + 100 * MS, &write(1), &one.new_flow()).unwrap();
+        }
     }
 
     #[test]
     fn operations_that_a_drain_admits_delay_the_other_disks_of_the_group_for_a_moment() {
-        let [one, other] = disks();
+        let [one, other] = disks(bps());
         for _ in 0..30 {
             let _ = one.force(BEGIN, &write(RATE));
         }
-        let (paid, longest) = pay(&one, &other);
+        assert!(one.paused_until(BEGIN).is_some() && other.paused_until(BEGIN).is_none());
+        let (paid, longest) = pay(&one, &[(&other, write(RATE / 100))]);
         assert!(longest <= 40 * MS, "{} ms", longest / MS);
-        let expected = 30_000 * MS * 10 / 9;
-        assert!((paid - BEGIN).abs_diff(expected) < expected / 20, "{} ms", (paid - BEGIN) / MS);
+        took(paid, 30_000 * MS * 10 / 9);
+        assert_eq!(one.paused_until(paid), None);
+    }
+
+    #[test]
+    fn what_is_owed_to_one_limit_delays_nothing_else_of_the_disk() {
+        let [one] = disks(Limits { bps_write: limit(RATE, None), ..Limits::default() });
+        one.limit(BEGIN, &write(10 * RATE), &one.new_flow()).unwrap();
+        assert!(one.limit(BEGIN + 100 * MS, &write(1), &one.new_flow()).is_err());
+        for other in [read(1 << 20), FLUSH] {
+            one.limit(BEGIN, &other, &one.new_flow()).unwrap();
+        }
+        assert_eq!(one.paused_until(BEGIN), None);
+    }
+
+    /// Each of the others uses one limit all the time.
+    #[test]
+    fn a_debt_to_two_limits_is_paid_at_both_at_the_same_time() {
+        let [one, reads, writes] = disks(Limits {
+            bps_read: limit(10 * RATE, None),
+            bps_write: limit(RATE, None),
+            ..Limits::default()
+        });
+        let _ = one.force(BEGIN, &read(10 * RATE));
+        let _ = one.force(BEGIN, &write(RATE));
+        let others = [(&*reads, read(RATE / 2)), (&*writes, write(RATE / 20))];
+        let (paid, longest) = pay(&one, &others);
+        assert!(longest <= 80 * MS, "{} ms", longest / MS);
+        // Half of each rate goes to the other disk.
+        took(paid, 2000 * MS);
     }
 
     #[test]
     fn what_is_owed_ends_with_the_limit_and_with_an_operation_that_does_not_begin() {
-        let [one, _] = disks();
+        let [one] = disks(bps());
         let large = write(100 * RATE);
         one.limit(BEGIN, &large, &one.new_flow()).unwrap();
         assert!(one.owes_group());
@@ -130,15 +200,32 @@ mod tests {
         assert_eq!(one.paused_until(BEGIN), None);
     }
 
-    /// The next server does not know which disk owes.
     #[test]
-    fn the_next_server_charges_what_is_owed() {
-        let ([old, _], [new, _]) = (disks(), disks());
+    fn the_next_server_knows_which_disk_owes() {
+        let ([old, _], [new, other]) = (disks(bps()), disks(bps()));
         let _ = old.force(BEGIN, &write(10 * RATE));
         let state = old.hand_over(BEGIN);
         assert!(!old.owes_group());
         new.continue_from(BEGIN, &state);
-        let opens = new.limit(BEGIN, &write(1), &new.new_flow()).unwrap_err();
-        assert!((9900 * MS..=10_000 * MS).contains(&(opens - BEGIN)), "{} ms", opens / MS);
+        assert!(new.owes_group() && new.paused_until(BEGIN).is_some());
+        other.limit(BEGIN, &write(RATE / 100), &other.new_flow()).unwrap();
+    }
+
+    /// A disk that is closed and opened again has no debt of its own any more.
+    #[test]
+    fn what_a_disk_owes_that_is_gone_is_paid_in_turn_with_the_others() {
+        let [one, other] = disks(bps());
+        let group = one.group().unwrap().clone();
+        let _ = one.force(BEGIN, &write(10 * RATE));
+        drop(one);
+        let (flow, mut now, mut admitted) = (other.new_flow(), BEGIN, 0);
+        while !group.orphans.is_zero() {
+            if other.limit(now, &write(RATE / 100), &flow).is_ok() {
+                admitted += 1;
+            }
+            now += MS;
+        }
+        took(now, 20_000 * MS);
+        assert!((900..=1100).contains(&admitted), "{admitted} times 10 ms of the rate in 20 s");
     }
 }

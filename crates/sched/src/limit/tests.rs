@@ -366,7 +366,7 @@ fn any_limit() -> impl Strategy<Value = (Limit, u64)> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 200, failure_persistence: None, ..ProptestConfig::default() })]
 
     /// Grants never exceed the configured rate. A caller that always has work receives the full
     /// rate.

@@ -146,15 +146,18 @@ impl RebaseJob {
             return Ok((own.0, PieceDecision::Same));
         }
         let backing = disk.known(at, own.0).await?;
-        let (zero, depth, len) = match new {
+        let (zero, shared, len) = match new {
             Some(new) => {
                 let found = new.known(at, backing.len).await?;
-                (found.zero, found.depth, found.len)
+                // Behind the end of the new chain nothing shows, also of an image in both chains.
+                let shared = at < new.size()
+                    && backing.depth >= self.shared_from.0
+                    && found.depth >= self.shared_from.1;
+                (found.zero, shared, found.len)
             }
-            None => (true, 0, backing.len),
+            None => (true, false, backing.len),
         };
-        let shared = backing.depth >= self.shared_from.0 && depth >= self.shared_from.1;
-        if backing.zero && zero || shared && new.is_some() {
+        if backing.zero && zero || shared {
             return Ok((len, PieceDecision::Same));
         }
         // Read many short ranges together.
