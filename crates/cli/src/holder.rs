@@ -79,16 +79,23 @@ pub fn connect(takeover: Option<&mut Takeover>) -> anyhow::Result<()> {
 /// number.
 pub fn take_all(handed: &HandedExports) -> anyhow::Result<usize> {
     let all = keeper::left_behind().context("reading the sessions that were kept")?;
-    let mut count = 0;
+    let (mut count, mut is_outdated) = (0, false);
     for (key, parcel) in all {
         let Some((kind, disk)) = key.split_once(':') else { continue };
         // The server that died could not replace it (`blockyard_export::keeper`).
         if parcel.bytes.is_empty() {
             tracing::error!(disk, "what was kept of it is out of date: its front end is lost");
+            drop(parcel);
+            keeper::forget(&key);
+            is_outdated = true;
             continue;
         }
         handed.put(disk, kind, parcel, Before::Died);
         count += 1;
+    }
+    if is_outdated {
+        // The holder answers after it has closed their sockets. The disks listen there again.
+        keeper::left_behind().context("waiting until old sessions are closed")?;
     }
     Ok(count)
 }

@@ -4,7 +4,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::Context;
@@ -233,6 +233,8 @@ impl Server {
         config.warn();
         let sockets = match &mut takeover {
             None => {
+                // Before any disk: after an error the server ends the sessions that it continues.
+                let sockets = self.open_sockets(config, None)?;
                 let left = holder::take_all(&self.common.handed)?;
                 if left > 0 {
                     tracing::warn!("the last server died: continuing {left} exports");
@@ -250,7 +252,7 @@ impl Server {
                         "the configuration does not have it: its clients are lost"
                     );
                 }
-                self.open_sockets(config, None)?
+                sockets
             }
             Some(takeover) => {
                 // After the hand-over an error would end all disks.
@@ -261,7 +263,9 @@ impl Server {
                 })?;
                 let remaining = takeover.run(self, config)?;
                 self.add_unopened(remaining.unopened);
-                self.add_new(&remaining.added, takeover);
+                self.add_new(&remaining.added, takeover, caught);
+                // A disk may have had the address of one that is gone.
+                self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
                 sockets
             }
         };
@@ -369,11 +373,15 @@ impl Server {
     }
 
     /// Adds the disks that the previous server did not have. Logs errors. Under another name it may
-    /// still have the image of one, until it has ended its own disk.
-    fn add_new(&self, disks: &[(DiskArgs, Table)], takeover: &Takeover) {
+    /// still have the image of one, until it has ended its own disk. A disk that opens slowly goes
+    /// on beside the server.
+    fn add_new(&self, disks: &[(DiskArgs, Table)], takeover: &Takeover, caught: &Caught) {
         let deadline = Instant::now() + OTHERS_TIME;
         let waits = || takeover.old_lives(Duration::ZERO) && Instant::now() < deadline;
-        for e in self.open_all(disks, false, waits, |adding| adding.wait()) {
+        let wait = |adding: Adding<'_>| {
+            adding.wait_within(AGAIN_TIME, || caught.is_stopped()).map(HeldDisk::keep)
+        };
+        for e in self.open_all(disks, false, waits, wait) {
             tracing::error!("{:#}", anyhow::Error::from(e));
         }
     }

@@ -31,6 +31,8 @@ pub enum Obstacle {
     FewDescriptors { left: u64, limit: u64 },
     #[error("{} ends with its server", .0.display())]
     EndsWithServer(PathBuf),
+    #[error("another program has removed {}: remove the disk, or restart the server", .0.display())]
+    DeviceRemoved(PathBuf),
 }
 
 /// One disk, served by one protocol, from its start until `stop` or drop.

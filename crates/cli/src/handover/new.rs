@@ -197,7 +197,6 @@ impl Takeover {
         // What no export has taken ends with the old server.
         let names: Vec<_> = unopened.iter().map(|disk| disk.args.name()).collect();
         server.common.handed.clear(&names);
-        server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).close_unused();
         Ok(Remaining { added: others, unopened })
     }
 

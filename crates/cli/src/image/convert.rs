@@ -152,8 +152,7 @@ pub fn run(options: &ConvertArgs) -> Result<(), Failure> {
         .map_err(Failure::usage)?;
     let mut file = NewFile::create(options.target(), options.force, &sources)?;
     file.make(new, &sources)?;
-    // A device may contain old data: zeroes must be written.
-    let fresh = !file.is_device() || format != Format::Raw;
+    let fresh = file.is_fresh(format);
     copy(options, &source, file.files(), format, backing.as_ref(), fresh)?;
     Ok(file.finish()?)
 }

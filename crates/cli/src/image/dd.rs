@@ -102,7 +102,7 @@ pub fn run(options: &DdArgs) -> Result<(), Failure> {
     sources.add_chain(&part.chain);
     let mut file = NewFile::create(&target, options.force, &sources)?;
     file.make(new, &sources)?;
-    let fresh = !file.is_device() || format != Format::Raw;
+    let fresh = file.is_fresh(format);
     let image = open(&ChainOptions {
         format: Some(format),
         cache: CacheMode::Writeback,

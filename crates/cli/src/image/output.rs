@@ -19,7 +19,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{anyhow, bail};
 use blockyard_image::tools::{self, NewImage};
-use blockyard_image::{Chain, FileId, OpenedFiles};
+use blockyard_image::{Chain, FileId, Format, OpenedFiles};
 
 use super::new::folder;
 use pending::Pending;
@@ -42,8 +42,14 @@ impl NewFile {
         Ok(NewFile { image, data: None, force })
     }
 
-    pub fn is_device(&self) -> bool {
-        self.image.is_device()
+    /// Returns whether the new image reads as zeroes. A device that has the data of the disk may
+    /// contain old ones.
+    pub fn is_fresh(&self, format: Format) -> bool {
+        let has_old_data = match &self.data {
+            Some(data) => data.is_device(),
+            None => format == Format::Raw && self.image.is_device(),
+        };
+        !has_old_data
     }
 
     /// Creates the image in the file, and its external data file.

@@ -61,6 +61,20 @@ end_load
 blockyard detach /dev/ublkb0
 [[ ! -e /dev/ublkb0 ]]
 stop
+
+# Another disk of the server gets the number of a device that was detached. The end of the first
+# disk leaves it alone, and an upgrade is refused before it changes anything.
+truncate -s 32M b.img
+serve a.img --ublk --api /tmp/api --control /tmp/control
+blockyard detach /dev/ublkb0
+fails 1 'another program has removed /dev/ublkb0' -- \
+    blockyard serve a.img --ublk --control /tmp/control --takeover /tmp/control
+blockyard ctl --api /tmp/api add name=b image="$PWD/b.img" ublk=true >/dev/null
+blockyard ctl --api /tmp/api remove a.img >/dev/null
+dd if=/dev/urandom of=/dev/ublkb0 bs=64k count=1 oflag=direct status=none
+cmp -n 65536 /dev/ublkb0 b.img
+stop
+[[ ! -e /dev/ublkb0 ]]
 "#;
 
 #[test]

@@ -35,6 +35,7 @@ use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
+use crate::custody;
 use crate::export::{Obstacle, STOP_TIME};
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
@@ -92,6 +93,8 @@ pub struct Ublk {
     _counted: ConnectedClient,
     /// Lock on the device's number, held while this server makes the device or takes it over.
     lock: Option<NumberLock>,
+    /// Another server has left the device to this one.
+    was_left: bool,
     /// The device stays for another server, also if it is not in use.
     stays: bool,
 }
@@ -140,6 +143,7 @@ impl Ublk {
             _counted: shared.disk.client(COUNTED, Client::described(KERNEL.into()).id()),
             shared,
             lock,
+            was_left: left.is_some(),
             stays: false,
         };
         if left.is_some() {
@@ -436,6 +440,12 @@ impl Ublk {
         self.device.flags & abi::F_USER_RECOVERY != 0
     }
 
+    /// Returns whether another process has removed the device, because no queue is live. Its number
+    /// may already belong to a device of another disk.
+    fn is_removed(&self) -> bool {
+        self.shared.live.load(Ordering::SeqCst) == 0
+    }
+
     fn is_unprivileged(&self) -> bool {
         self.device.flags & abi::F_UNPRIVILEGED_DEV != 0
     }
@@ -478,6 +488,9 @@ impl Export for Ublk {
     }
 
     fn obstacle(&self) -> Option<Obstacle> {
+        if self.is_removed() {
+            return Some(Obstacle::DeviceRemoved(self.path()));
+        }
         let can_stay = self.recovers() && self.device.flags & abi::F_QUIESCE != 0;
         (!can_stay).then(|| Obstacle::EndsWithServer(self.path()))
     }
@@ -485,8 +498,9 @@ impl Export for Ublk {
     /// Leaves the device to the next server. Older ones find it by the disk's identity.
     fn hand_over(&mut self) -> Option<Handed> {
         self.stays = true;
+        let is_removed = self.is_removed();
         self.stop(Instant::now() + STOP_TIME);
-        Some(Handed { kind: PARCELS, parcel: takeover::parcel(self.device.id) })
+        (!is_removed).then(|| Handed { kind: PARCELS, parcel: takeover::parcel(self.device.id) })
     }
 
     /// Removes the device if it is not in use. If it is in use, leaves it to the next server of the
@@ -496,9 +510,9 @@ impl Export for Ublk {
             return;
         }
         self.queues.iter().for_each(QueueHandle::drain);
-        // If no queue is live, another process has removed the device. Its number may already
-        // belong to a device of another disk.
-        let removed = self.shared.live.load(Ordering::SeqCst) == 0;
+        // The server from which this one takes the device over gets it back.
+        self.stays |= self.was_left && !custody::is_owner();
+        let removed = self.is_removed();
         let stopped = removed || (!self.stays && self.stop_if_unused());
         let quiesces = !stopped && self.recovers() && self.device.flags & abi::F_QUIESCE != 0;
         if quiesces {
@@ -557,6 +571,9 @@ impl Export for Ublk {
     }
 
     fn clients(&self) -> Vec<Client> {
+        if self.is_removed() {
+            return Vec::new();
+        }
         vec![Client::described(format!("{KERNEL}, as {}", self.path().display()))]
     }
 

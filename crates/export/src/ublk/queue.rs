@@ -41,20 +41,28 @@ pub(super) struct Shared {
     pub ended: Box<dyn Fn() + Send + Sync>,
 }
 
-/// The queues of a reactor, by device and number.
+/// An export, by the address of its [`Shared`], and the number of one of its queues. The number of
+/// the device does not do: when a device is removed, another one may get its number.
+type Key = (usize, u16);
+
+/// The queues of a reactor.
 #[derive(Default)]
-struct DeviceQueues(RefCell<HashMap<(u32, u16), Rc<DeviceQueue>>>);
+struct DeviceQueues(RefCell<HashMap<Key, Rc<DeviceQueue>>>);
 
 impl DeviceQueues {
-    fn find(handle: &Handle, key: (u32, u16)) -> Option<Rc<DeviceQueue>> {
+    fn find(handle: &Handle, key: Key) -> Option<Rc<DeviceQueue>> {
         handle.local::<DeviceQueues>().0.borrow().get(&key).cloned()
     }
+}
+
+fn key(shared: &Arc<Shared>, number: u16) -> Key {
+    (Arc::as_ptr(shared) as usize, number)
 }
 
 /// A queue and its tasks, one for each tag.
 struct DeviceQueue {
     handle: Handle,
-    key: (u32, u16),
+    key: Key,
     shared: Arc<Shared>,
     served: Rc<LocalDisk>,
     driver_queue: Rc<Queue>,
@@ -71,7 +79,7 @@ struct DeviceQueue {
 /// Handle of a running queue.
 pub(super) struct QueueHandle {
     remote: Remote,
-    key: (u32, u16),
+    key: Key,
 }
 
 impl QueueHandle {
@@ -83,7 +91,7 @@ impl QueueHandle {
         number: u16,
         shared: &Arc<Shared>,
     ) -> Result<Self, QueueError> {
-        let key = (device.info().id, number);
+        let key = key(shared, number);
         let (device, shared) = (device.clone(), shared.clone());
         let made = remote.ask(move |handle, reply| {
             let made = DeviceQueue::make(handle, &device, number, shared);
@@ -179,7 +187,7 @@ impl DeviceQueue {
         }
         let served = LocalDisk::local(handle, &shared.disk)?;
         let driver_queue = Queue::new(handle, device, number)?;
-        let key = (device.info().id, number);
+        let key = key(&shared, number);
         let budget = Budget::of(handle, &shared.disk);
         shared.live.fetch_add(1, Ordering::SeqCst);
         let queue = Rc::new(DeviceQueue {
