@@ -162,6 +162,8 @@ impl Server {
         self.book.follow(&config.disks);
         self.change_in_use(&config, &mut plan, &before, &mut failed);
         let old = self.remove_others(&config, &mut plan, &before, &mut failed);
+        // A disk may get the socket of one that could not be opened, and is gone.
+        self.end_others(&config);
         // Update the sizes of all disks, including those of toolstacks.
         let sizes: Vec<_> =
             self.served().map(|disk| (self.yard.begin_refresh(&disk.name), disk.name)).collect();

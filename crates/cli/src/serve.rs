@@ -233,25 +233,15 @@ impl Server {
         config.warn();
         let sockets = match &mut takeover {
             None => {
-                // Before any disk: after an error the server ends the sessions that it continues.
-                let sockets = self.open_sockets(config, None)?;
-                let left = holder::take_all(&self.common.handed)?;
-                if left > 0 {
-                    tracing::warn!("the last server died: continuing {left} exports");
-                }
-                let added = self.add_all(config, left > 0, caught);
-                added.inspect_err(|_| supervisor::delay_restart(|| caught.is_stopped()))?;
+                let begun = self.begin(config, caught);
+                let sockets =
+                    begun.inspect_err(|_| supervisor::delay_restart(|| caught.is_stopped()))?;
                 if caught.is_stopped() {
                     tracing::info!("a signal ends the server before it is ready");
                     supervisor::notify("STOPPING=1");
                     return Ok(());
                 }
-                for disk in self.common.handed.drop_others(&config.disks) {
-                    tracing::warn!(
-                        disk,
-                        "the configuration does not have it: its clients are lost"
-                    );
-                }
+                self.end_others(config);
                 sockets
             }
             Some(takeover) => {
@@ -344,6 +334,25 @@ impl Server {
         let control = self.options.control.as_deref();
         let control = control.map(|path| Control::open(path, handed)).transpose()?;
         Ok(Sockets { api, control })
+    }
+
+    /// Opens the sockets and the disks, and continues what a dead server has left.
+    fn begin(&self, config: &Config, caught: &Caught) -> anyhow::Result<Sockets> {
+        // Before any disk: after an error the server ends the sessions that it continues.
+        let sockets = self.open_sockets(config, None)?;
+        let left = holder::take_all(&self.common.handed)?;
+        if left > 0 {
+            tracing::warn!("the last server died: continuing {left} exports");
+        }
+        self.add_all(config, left > 0, caught)?;
+        Ok(sockets)
+    }
+
+    /// Ends what another server has left of disks that the configuration does not have.
+    pub fn end_others(&self, config: &Config) {
+        for disk in self.common.handed.drop_others(&config.disks, &self.book) {
+            tracing::warn!(disk, "the configuration does not have it: its clients are lost");
+        }
     }
 
     /// Begins to open the disks that the previous server had not opened. Their storage may not

@@ -302,7 +302,8 @@ impl Throttle {
         grant
     }
 
-    /// Begins to pay what the disk owes to its group. It pays also while its guest is idle.
+    /// Begins to pay what the disk owes to its group. From then on it pays also while its guest is
+    /// idle.
     #[inline]
     fn pay_group(&self) {
         if self.share.owes_group() && !self.pays.replace(true) {

@@ -33,6 +33,14 @@ pub struct Parcel {
     pub fds: Vec<OwnedFd>,
 }
 
+impl Parcel {
+    /// Returns a parcel with copies of the descriptors.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        let fds = self.fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
+        Ok(Parcel { bytes: self.bytes.clone(), fds })
+    }
+}
+
 /// Sends a parcel before `deadline`.
 pub fn send(
     stream: &UnixStream,

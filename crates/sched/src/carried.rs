@@ -30,6 +30,9 @@ pub struct ShareState {
     /// What the disk owes to the limits of its group, by their names: operations or bytes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub group_owed: BTreeMap<String, u64>,
+    /// What disks owed that are gone. The first disk of the group carries it.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub group_orphans: BTreeMap<String, u64>,
     /// Time until the debt to the limits is paid, and the debt to the device.
     pub limits_debt_ns: u64,
     pub device_debt_ns: u64,

@@ -176,16 +176,18 @@ impl Limiter {
 
     fn pay_limit(&self, limit: usize, now: Time, flow: Option<&Flow>, owed: &Owed) -> Option<Time> {
         for _ in 0..MOST_SLICES {
-            let slice = owed.remove_from(limit, self.worth(SLICE_NS)[limit]);
+            let slice = owed.of(limit).min(self.worth(SLICE_NS)[limit]);
             if slice == 0 {
                 return None;
             }
             let mut amounts = [0; LIMITS];
             amounts[limit] = slice;
             if let Err(opens) = self.take_amounts(now, &amounts, flow) {
-                owed.add_to(limit, slice);
                 return Some(opens.max(now + RETRY_NS));
             }
+            // Another thread may have paid the same.
+            amounts[limit] -= owed.remove_from(limit, slice);
+            self.refund_amounts(&amounts, flow);
         }
         Some(now + RETRY_NS)
     }
@@ -297,19 +299,23 @@ impl Limiter {
         if self.is_unlimited() {
             return;
         }
-        let (meters, mut amounts) =
-            (self.generation(self.changes.load(Acquire)), amounts(operation));
+        let mut amounts = amounts(operation);
         if let Some(owed) = owed {
             for (limit, amount) in amounts.iter_mut().enumerate() {
                 *amount -= owed.remove_from(limit, *amount);
             }
         }
-        buckets(meters, &amounts).for_each(|(bucket, amount)| bucket.refund(amount));
+        self.refund_amounts(&amounts, flow);
+    }
+
+    fn refund_amounts(&self, amounts: &[u64; LIMITS], flow: Option<&Flow>) {
+        let meters = self.generation(self.changes.load(Acquire));
+        buckets(meters, amounts).for_each(|(bucket, amount)| bucket.refund(amount));
         if let Some(flow) = flow {
             let refund = |(limit, meter, amount): (_, &Meter, _)| {
                 self.flows.refund(limit, flow, meter.price(amount))
             };
-            counted(meters, &amounts).for_each(refund);
+            counted(meters, amounts).for_each(refund);
         }
     }
 

@@ -166,7 +166,11 @@ impl Share {
         };
         group.pay_orphans(now);
         if Limiter::is_owed(operation, &self.owed) {
-            return Err(now + OWED_CHECK_NS);
+            // A burst may allow at once what is owed.
+            let next = self.pay_group(now);
+            if Limiter::is_owed(operation, &self.owed) {
+                return Err(next.unwrap_or(now).min(now + OWED_CHECK_NS));
+            }
         }
         self.limiter.take(now, operation, Some(flow))?;
         let taken = group.limiter.take_part(now, operation, self.group_flow.as_deref(), &self.owed);
@@ -353,6 +357,7 @@ impl Share {
             group: group.map(|group| group.name().into()),
             group_limits: group.map(|group| group.limiter.hand_over(now)).unwrap_or_default(),
             group_owed: self.owed.hand_over(),
+            group_orphans: group.map(|group| group.orphans.hand_over()).unwrap_or_default(),
             limits_debt_ns,
             device_debt_ns,
             owed_ns: figures.owed_ns,
@@ -374,6 +379,7 @@ impl Share {
         {
             group.limiter.continue_from(now, &state.group_limits);
             group.limiter.continue_owed(&state.group_owed, &self.owed);
+            group.limiter.continue_owed(&state.group_orphans, &group.orphans);
             self.holds_queues.store(!self.owed.is_zero(), Relaxed);
         }
         self.debt.owe_limits(now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS)));

@@ -2,7 +2,6 @@
 
 use std::collections::HashMap;
 use std::io;
-use std::os::fd::OwnedFd;
 use std::sync::{Mutex, PoisonError};
 
 use blockyard_export::Handed;
@@ -10,6 +9,7 @@ use blockyard_export::vhost_user::Before;
 use blockyard_ring::parcel::Parcel;
 
 use super::end_handed;
+use crate::book::Book;
 use crate::options::disk::DiskArgs;
 
 /// Exports of another server, by disk, until this server continues them.
@@ -33,8 +33,7 @@ impl HandedExports {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         let of_disk = all.iter().filter(|((name, _), _)| name == disk);
         let copy = |((_, kind), (parcel, _)): (&(String, String), &(Parcel, Before))| {
-            let fds = parcel.fds.iter().map(OwnedFd::try_clone).collect::<io::Result<_>>()?;
-            Ok((kind.clone(), Parcel { bytes: parcel.bytes.clone(), fds }))
+            Ok((kind.clone(), parcel.try_clone()?))
         };
         of_disk.map(copy).collect()
     }
@@ -53,10 +52,12 @@ impl HandedExports {
         self.drop_kept(|name| name == disk);
     }
 
-    /// Drops the exports of disks that are not in the configuration. Returns the names of these
-    /// disks. A disk of the configuration that cannot be opened may be opened later.
-    pub fn drop_others(&self, disks: &[DiskArgs]) -> Vec<String> {
-        self.drop_kept(|name| disks.iter().all(|disk| disk.name() != name))
+    /// Drops the exports of disks that neither the configuration nor the server has. Returns the
+    /// names of these disks. A disk of the configuration that cannot be opened may be opened later.
+    pub fn drop_others(&self, config: &[DiskArgs], book: &Book) -> Vec<String> {
+        let served = book.all();
+        let all = || config.iter().chain(served.iter().map(|entry| &entry.args));
+        self.drop_kept(|name| all().all(|disk| disk.name() != name))
     }
 
     fn drop_kept(&self, ends: impl Fn(&str) -> bool) -> Vec<String> {

@@ -70,9 +70,19 @@ impl super::Kind for Kind {
         let bound = common.bound.clone();
         at(socket.clone(), args, move |disk, reactors| {
             if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
-                let handed = HandedSocket::unpack_at(parcel, before, Path::new(&socket))?;
-                let (disk, reactors) = (disk.clone(), reactors.clone());
-                return Ok(Box::new(VhostUser::resume(disk, handed, shape, tuning, reactors)?));
+                // If the session cannot go on, it may after a correction of the configuration.
+                let spare = parcel.try_clone();
+                let socket = HandedSocket::unpack_at(parcel, before, Path::new(&socket));
+                let resumed = socket.and_then(|socket| {
+                    let (disk, reactors) = (disk.clone(), reactors.clone());
+                    VhostUser::resume(disk, socket, shape, tuning, reactors)
+                });
+                if resumed.is_err()
+                    && let Ok(spare) = spare
+                {
+                    handed.put(disk.name(), vhost_user::KIND, spare, before);
+                }
+                return Ok(Box::new(resumed?));
             }
             let listener = match socket.strip_prefix("fd:") {
                 Some(text) => {

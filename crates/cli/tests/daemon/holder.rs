@@ -304,6 +304,20 @@ fn a_mistake_in_the_configuration_and_a_death_lose_no_session() {
     holder.wait_log("the next server does not start: trying again");
     std::fs::write(&config, &good).unwrap();
     assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    // A mistake in a key that only a start reads, and a disk that does not fit its session.
+    let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let metrics = format!("metrics = \"{}\"\n{good}", taken.local_addr().unwrap());
+    let queues = format!("{good}queues = 7\n");
+    for (bad, message) in [(metrics, "metrics"), (queues, "is configured with 7")] {
+        let server = crate::interrupted_handover::server(&case).unwrap();
+        std::fs::write(&config, bad).unwrap();
+        let process = rustix::process::Pid::from_raw(server).unwrap();
+        rustix::process::kill_process(process, rustix::process::Signal::KILL).unwrap();
+        holder.wait_log(message);
+        std::fs::write(&config, &good).unwrap();
+        assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+        assert!(case.socket.exists(), "later front ends cannot connect");
+    }
     guest.leave();
     end(holder, Keeper::Holder);
     case.is_clean();

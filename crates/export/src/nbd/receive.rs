@@ -107,8 +107,10 @@ impl Receiver {
             Err(e) => End::Broken(e.to_string()),
         };
         self.connection.ended.set(true);
-        // The client may connect again before its requests end.
-        drop(self.connection.terms.place.take());
+        // The client may connect again before the last flush ends.
+        if self.connection.unanswered.get() == 0 {
+            drop(self.connection.terms.place.take());
+        }
         self.connection.served.release_paused();
         self.connection.to_send.ring();
         sending.wait().await;

@@ -262,6 +262,7 @@ impl HandedSocket {
         let handed = Self::unpack(parcel, before)?;
         if let Some(other) = handed.listener.path().filter(|other| *other != path) {
             let (other, path) = (other.display(), path.display());
+            handed.listener.keep_file();
             return Err(wrong(format!("the other server listens on {other}, not on {path}")));
         }
         Ok(handed)

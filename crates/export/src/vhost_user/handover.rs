@@ -36,6 +36,9 @@ impl VhostUser {
         tuning: Tuning,
         reactors: Arc<Reactors>,
     ) -> io::Result<Self> {
+        // Until the session runs, an error must leave the socket's file to another server, or to a
+        // later attempt of this one.
+        handed.listener.keep_file();
         let configured = usize::from(shape.queues);
         if let Some(queues) = handed.queues().filter(|queues| *queues != configured) {
             return Err(io::Error::other(format!(
@@ -51,11 +54,10 @@ impl VhostUser {
         let registration = if served.is_none() && waiting.is_empty() {
             let registration = acceptor.register(listener, on_client)?;
             export.keep_listener(registration.listener());
+            registration.listener().remove_file();
             registration
         } else {
             let (registration, entrance) = acceptor.register_entered(listener, on_client)?;
-            // Until the session runs, an error must leave the socket's file to the other server.
-            registration.listener().keep_file();
             let first = served.map(|served| First::resume(&export, served)).transpose()?;
             begin_with(&export, entrance, first, waiting)?;
             registration.listener().remove_file();

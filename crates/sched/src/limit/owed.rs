@@ -26,6 +26,10 @@ impl Owed {
         self.0.iter().zip(amounts).any(|(owed, amount)| *amount > 0 && owed.load(Relaxed) > 0)
     }
 
+    pub fn of(&self, limit: usize) -> u64 {
+        self.0[limit].load(Relaxed)
+    }
+
     pub fn add_to(&self, limit: usize, amount: u64) {
         if amount > 0 {
             let more = |owed: u64| Some(owed.saturating_add(amount));
@@ -209,6 +213,22 @@ mod tests {
         new.continue_from(BEGIN, &state);
         assert!(new.owes_group() && new.paused_until(BEGIN).is_some());
         other.limit(BEGIN, &write(RATE / 100), &other.new_flow()).unwrap();
+    }
+
+    /// Each operation is worth more than the part that the group is charged at once.
+    #[test]
+    fn large_operations_alone_in_a_group_get_the_whole_rate_and_the_whole_burst() {
+        for (max, length, expected) in [(None, RATE / 10, 10), (Some(20 * RATE), RATE / 10, 200)] {
+            let [one] = disks(Limits { bps: limit(RATE, max), ..Limits::default() });
+            let (flow, mut now, mut begun) = (one.new_flow(), BEGIN, 0);
+            while now < BEGIN + 1000 * MS {
+                match one.limit(now, &write(length), &flow) {
+                    Ok(()) => begun += 1,
+                    Err(next) => now = next + MS / 3,
+                }
+            }
+            assert!((expected - expected / 10..=expected + 2).contains(&begun), "{max:?}: {begun}");
+        }
     }
 
     /// A disk that is closed and opened again has no debt of its own any more.
