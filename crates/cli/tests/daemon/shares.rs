@@ -121,13 +121,15 @@ fn disks_of_a_group_share_its_limit() {
     };
     let disks = Disks::start(&text(SLOW));
     let [mut a, mut b, mut c] = ["a", "b", "c"].map(|name| disks.guest(name));
+    // Each makes a debt to the group's limit, and that of one disk does not stop the other.
     b.read(0, 512).unwrap();
-    // The group's bucket is empty. A disk outside the group still makes progress.
+    a.read(0, 512).unwrap();
+    // A disk outside the group still makes progress.
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| a.read(0, 512).unwrap());
-        disks.daemon.until_served("read", "b");
-        c.read(0, 512).unwrap();
         let second = scope.spawn(|| b.read(0, 512).unwrap());
+        c.read(0, 512).unwrap();
+        disks.until_waiting("a", 1);
         disks.until_waiting("b", 1);
         assert!(!waits.is_finished(), "the limit is that of both");
         disks.reload(&text("bps = \"1G\""), "group");
