@@ -256,6 +256,7 @@ fn locked_files(source: &Source) -> Vec<Weak<LockedFile>> {
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::sync::mpsc::channel;
 
     use blockyard_image::CacheMode;
@@ -263,11 +264,9 @@ mod tests {
     use super::*;
     use crate::DiskOptions;
 
-    /// Two sessions may activate a disk at the same time, and other work may hold the lock for a
-    /// moment.
-    #[test]
-    fn activations_wait_for_other_work_and_the_first_one_suffices() {
-        let path = std::env::temp_dir().join(format!("blockyard-activate-{}", std::process::id()));
+    /// Returns a disk of a raw file that is not open, and the file.
+    fn inactive(name: &str) -> (Arc<Disk>, PathBuf) {
+        let path = std::env::temp_dir().join(format!("blockyard-{name}-{}", std::process::id()));
         std::fs::write(&path, [0; 4096]).unwrap();
         let image = ChainOptions::new(&path);
         let (name, serial) = ("disk".into(), String::new());
@@ -275,7 +274,14 @@ mod tests {
         let on_enospc = Default::default();
         let options = DiskOptions { name, serial, read_only: false, cache, filters, on_enospc };
         let disk = Disk::new(options, Source::open(&image).unwrap());
-        let disk = Arc::new(disk.until_activated(image));
+        (Arc::new(disk.until_activated(image)), path)
+    }
+
+    /// Two sessions may activate a disk at the same time, and other work may hold the lock for a
+    /// moment.
+    #[test]
+    fn activations_wait_for_other_work_and_the_first_one_suffices() {
+        let (disk, path) = inactive("activate");
         let held = disk.begin_work().unwrap();
         std::thread::scope(|scope| {
             let activations: Vec<_> = (0..2)
@@ -312,15 +318,7 @@ mod tests {
     /// The last ring stops while a snapshot or a drain runs.
     #[test]
     fn a_disk_that_is_left_during_other_work_is_deactivated_after_it() {
-        let path = std::env::temp_dir().join(format!("blockyard-leave-{}", std::process::id()));
-        std::fs::write(&path, [0; 4096]).unwrap();
-        let image = ChainOptions::new(&path);
-        let (name, serial) = ("disk".into(), String::new());
-        let (cache, filters) = (CacheMode::None, Vec::new());
-        let on_enospc = Default::default();
-        let options = DiskOptions { name, serial, read_only: false, cache, filters, on_enospc };
-        let disk = Disk::new(options, Source::open(&image).unwrap());
-        let disk = Arc::new(disk.until_activated(image));
+        let (disk, path) = inactive("leave");
         let leave_during_work = || {
             disk.activate(|| true).unwrap();
             let held = disk.begin_work().unwrap();
