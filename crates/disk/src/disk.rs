@@ -20,7 +20,7 @@ use crate::dirty::DirtyMap;
 use crate::drain::Drain;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
-use crate::live::Leaving;
+use crate::leaving::Leaving;
 use crate::observer::{DiskObserver, Observed};
 use crate::on_enospc::OnEnospc;
 use crate::once_a_second::OnceASecond;

@@ -27,6 +27,7 @@ mod drain;
 mod filter;
 mod flush;
 mod in_flight;
+mod leaving;
 mod live;
 mod local_disk;
 mod observer;

@@ -24,21 +24,13 @@ use blockyard_ring::{LockedFile, threads};
 use super::{Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::{InactiveImage, Source, SourceError};
 use crate::disk::Disk;
+use crate::leaving::Leaving;
 
 /// Longest wait for an image that another process has locked, and for other work on the disk. The
 /// source of a migration releases the image before the destination's guest runs.
 const LOCK_TIME: Duration = Duration::from_secs(30);
 /// Pause between two attempts to open such an image.
 const LOCK_PAUSE: Duration = Duration::from_millis(20);
-
-/// A deactivation that waits for the end of other work.
-#[derive(Debug, Default)]
-pub(crate) struct Leaving {
-    /// No guest has used the disk since.
-    is_wanted: bool,
-    /// A thread waits.
-    is_waited_for: bool,
-}
 
 impl Disk {
     /// Makes this disk, which no reactor has opened, inactive. `options` open its image when the

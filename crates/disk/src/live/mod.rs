@@ -40,7 +40,6 @@ use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::QuiesceError;
 
-pub(crate) use activation::Leaving;
 pub use snapshot::{SnapshotOptions, StartRecord};
 
 /// Progress and cancellation of a commit or a stream. The thread that does it and its observers

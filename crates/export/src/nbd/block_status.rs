@@ -10,13 +10,13 @@
 
 use std::io;
 
-use blockyard_disk::{Failure, Op};
+use blockyard_disk::{Failure, LocalDisk, Op};
 use blockyard_image::BlockStatus;
 use blockyard_nbd::wire::{self, Headers, errno, flag, state};
+use blockyard_ring::Handle;
 
-use super::connection::Connection;
 use super::reply::error_of;
-use crate::budget::REQUEST;
+use crate::budget::{Budget, REQUEST};
 
 /// Maximum number of extents in one reply, for each context. The client asks again for the rest.
 const MOST_EXTENTS: usize = 4096;
@@ -131,13 +131,14 @@ fn in_blocks(status: BlockStatus, block: u64) -> BlockStatus {
 /// Returns the payloads of the chunks that answer `request`, one for each context, or the error
 /// code.
 pub async fn chunks(
-    connection: &Connection,
+    served: &LocalDisk,
     contexts: &Contexts,
     request: &wire::Request,
+    headers: Headers,
     block: u64,
+    (reactor, budget): (&Handle, &Budget),
 ) -> Result<Vec<Vec<u8>>, u32> {
     let one = request.flags & flag::REQ_ONE != 0;
-    let (served, headers) = (&connection.served, connection.terms.headers);
     let capacity = served.disk().capacity();
     let end = request.offset.checked_add(request.len).filter(|end| *end <= capacity);
     // A status covers whole blocks, up to the end of the disk.
@@ -153,9 +154,8 @@ pub async fn chunks(
     while at < end && lookups < MOST_LOOKUPS {
         lookups += 1;
         if lookups % LOOKUPS_AT_ONCE == 0 {
-            let (handle, work) = (&connection.handle, LOOKUPS_AT_ONCE as u32 * REQUEST);
-            handle.yield_now().await;
-            connection.pieces.admit(handle, work, 0).await;
+            reactor.yield_now().await;
+            budget.admit(reactor, LOOKUPS_AT_ONCE as u32 * REQUEST, 0).await;
         }
         let status = served
             .status(at, end - at)

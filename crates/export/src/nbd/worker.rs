@@ -122,7 +122,10 @@ impl Connection {
     async fn status(&self, request: wire::Request, only: Option<Contexts>) {
         let contexts = only.as_ref().unwrap_or(&self.terms.contexts);
         let block = self.terms.exported.block.minimum.into();
-        match block_status::chunks(self, contexts, &request, block).await {
+        let (headers, work) = (self.terms.headers, (&self.handle, &self.pieces));
+        let found =
+            block_status::chunks(&self.served, contexts, &request, headers, block, work).await;
+        match found {
             Ok(chunks) => self.reply(&request, Ok(()), Body::Chunks(chunks)),
             Err(error) => self.reply(&request, Err(error), Body::None),
         }
