@@ -117,9 +117,9 @@ impl Disk {
     /// stopped the disk's queues. Does nothing for disks that are always active. Must not run on a
     /// reactor.
     ///
-    /// After an error the disk is active. If other work was under way, the disk is deactivated when
-    /// that work ends. Another exception is a reactor that does not close the image
-    /// in time: the disk is inactive then, and the lock is released when that reactor closes it.
+    /// After an error the disk is active, with two exceptions. If other work is under way, the disk
+    /// is deactivated when that work ends. If a reactor does not close the image in time, the disk
+    /// is inactive, and the lock is released when that reactor closes it.
     pub fn deactivate(self: &Arc<Self>) -> Result<(), WorkError> {
         if self.activation.is_none() || self.is_inactive() {
             return Ok(());
