@@ -51,9 +51,9 @@ fn named(folder: &Folder) -> Vec<String> {
 fn a_report_is_whole_and_needs_nothing_else() {
     let folder = Folder::new();
     let report = folder.join("report");
+    // The test of interruptions uses `rate:read`.
     let options = [
         "rate:writesync",
-        "rate:read",
         "job:dd-rm",
         "--systems",
         "host,uml-blockyard,uml-ubd,ublk",
@@ -71,7 +71,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
     );
     let json = results(&report);
     let runs = json["runs"].as_array().unwrap();
-    assert_eq!(runs.len(), 18, "three works, three systems, two rounds");
+    assert_eq!(runs.len(), 12, "two works, three systems, two rounds");
     // Every system has done the same operations: their sizes come from the seed.
     let sizes = |run: &Value| {
         run["samples"]
@@ -81,7 +81,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
             .map(|s| s[0].as_u64().unwrap())
             .collect::<Vec<_>>()
     };
-    let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:read").map(sizes).collect();
+    let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:writesync").map(sizes).collect();
     assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
     // A wrong clock affects all runs of a system. A pause of the machine affects one run.
     for system in ["host", "uml-blockyard", "uml-ubd"] {
@@ -95,7 +95,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
             .filter(|(seconds, guest)| (guest - seconds).abs() < 0.5 + 0.2 * seconds)
             .count();
         assert!(
-            right >= 4,
+            right >= 2,
             "{system}: only {right} of these are near what the guest's clock says: {times:?}"
         );
     }
@@ -105,7 +105,7 @@ fn a_report_is_whole_and_needs_nothing_else() {
         "{served}"
     );
     let csv = std::fs::read_to_string(report.join("results.csv")).unwrap();
-    assert_eq!(csv.lines().count(), 1 + 12 * 40);
+    assert_eq!(csv.lines().count(), 1 + 6 * 40);
     let page = std::fs::read_to_string(report.join("index.html")).unwrap();
     for outside in ["<script", "src=", "url(", "@import"] {
         assert!(!page.contains(outside), "the page asks for more: {outside}");
@@ -125,7 +125,7 @@ fn pictures(folder: &Folder, report: &Path) {
         blockyard(["bench", "plot", report.to_str().unwrap()].iter().chain(more)).good()
     };
     let (svg, png, again) = (folder.join("a.svg"), folder.join("a.png"), folder.join("again"));
-    plot(&["-o", svg.to_str().unwrap(), "--work", "rate:read", "--title", "A & B"]);
+    plot(&["-o", svg.to_str().unwrap(), "--work", "rate:writesync", "--title", "A & B"]);
     let text = std::fs::read_to_string(&svg).unwrap();
     assert!(text.contains("A &amp; B") && text.contains("uml-ubd") && text.contains("</svg>"));
     plot(&["-o", png.to_str().unwrap(), "--picture", "rate"]);

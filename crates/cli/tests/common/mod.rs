@@ -22,6 +22,7 @@ pub mod journals;
 pub mod qmp;
 pub mod server;
 
+use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::io::{Read, Write};
 use std::ops::Deref;
@@ -30,6 +31,7 @@ use std::os::unix::fs::MetadataExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::{Duration, Instant};
@@ -175,7 +177,33 @@ pub fn blockyard<S: AsRef<OsStr>>(args: impl IntoIterator<Item = S>) -> Finished
 /// Runs a program of guests/tool, such as qemu-img, e2fsck, fio or md5sum.
 #[track_caller]
 pub fn tool<S: AsRef<OsStr>>(name: &str, args: impl IntoIterator<Item = S>) -> Finished {
-    run(Command::new(guests().join("tool")).arg(name).args(args), TOOL)
+    run(tool_command(name).args(args), TOOL)
+}
+
+/// Returns a command that runs a program of guests/tool. The script prints once for each program
+/// how to start it, because bash takes longer than most runs of these programs.
+#[track_caller]
+pub fn tool_command(name: &str) -> Command {
+    static PRINTED: Mutex<BTreeMap<String, String>> = Mutex::new(BTreeMap::new());
+    let script = guests().join("tool");
+    // The script changes the arguments of this program.
+    if name == "nbdkit" {
+        let mut command = Command::new(script);
+        command.arg(name);
+        return command;
+    }
+    let printed = PRINTED.lock().unwrap().get(name).cloned();
+    let printed = printed.unwrap_or_else(|| {
+        let printed = run(Command::new(script).args(["--print", name]), TOOL).good();
+        PRINTED.lock().unwrap().insert(name.to_string(), printed.clone());
+        printed
+    });
+    let (variables, words) = printed.split_once("\0\0").expect("variables and words");
+    let mut words = words.split_terminator('\0');
+    let mut command = Command::new(words.next().expect("a program"));
+    command.args(words);
+    command.envs(variables.split('\0').filter_map(|variable| variable.split_once('=')));
+    command
 }
 
 /// Returns the MD5 sum of a file in hexadecimal. (MD5 takes half the time of SHA-256 in an emulated

@@ -63,7 +63,7 @@ fn a_guest_survives_twenty_kills_of_each_daemon_in_qemu() {
             hits += u32::from(
                 fixture.daemon().log().contains("in flight when the last back end ended"),
             );
-            std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 200)));
+            std::thread::sleep(Duration::from_millis(u64::from(n * 37 % 80)));
             assert!(guest.running(), "the guest ended after {n} kills: {}", guest.finish());
             fixture.kill_and_restart();
         }

@@ -15,7 +15,7 @@ const GROWTH: u64 = 1024;
 const UNBIND: &str = r#"
 device=$(basename "$(readlink -f /sys/block/vda/device)")
 driver=/sys/bus/virtio/drivers/virtio_blk
-for n in 0 1 2 3 4 5; do
+for n in 0 1 2 3; do
     # It must fail in the end.
     fio --eta=never --output=/dev/null --name=victim --filename=/dev/vda --offset=16M --size=16M --ioengine=libaio --direct=1 \
         --iodepth=32 --rw=randrw --bs=16k --time_based --runtime=60 2>/dev/null &
@@ -35,7 +35,7 @@ for n in 0 1 2 3 4 5; do
         nap 0.02
     done
     load --name=check --filename=/dev/vda --rw=randwrite --bs=4k --size=512k --randseed=$n
-    [[ $n == [1234] ]] || tell "bound $n"
+    [[ $n == [12] ]] || tell "bound $n"
 done
 "#;
 
@@ -47,7 +47,7 @@ fn the_driver_can_be_unbound_and_bound_under_load() {
     guest.expect("tell bound 0");
     let before = Footprint::of(fixture.daemon());
     fixture.go_on();
-    guest.expect("tell bound 5");
+    guest.expect("tell bound 3");
     before.check(fixture.daemon());
     fixture.go_on();
     guest.finish();
@@ -96,13 +96,14 @@ tell first
 sleep 60
 "#;
 
+/// One queue, because a second processor makes both boots take twice as long. The driver is unbound
+/// with two queues.
 #[test]
 fn the_machine_can_be_reset_under_load() {
-    let mut fixture = GuestFixture::new(32 * MIB, &["--queues", "2"]);
+    let mut fixture = GuestFixture::new(32 * MIB, &[]);
     let monitor = fixture.folder.join("qmp");
     let options = ["--qmp", monitor.to_str().unwrap()];
-    let mut guest =
-        fixture.boot(GuestKind::Qemu, ",queues=2", &options, RESET, Duration::from_secs(600));
+    let mut guest = fixture.boot(GuestKind::Qemu, "", &options, RESET, Duration::from_secs(600));
     guest.expect("tell first");
     fixture.until_served("write");
     let before = Footprint::of(fixture.daemon());

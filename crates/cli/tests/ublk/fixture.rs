@@ -1,6 +1,7 @@
 //! Guests with the program under test, a disk for images and the ublk driver. An emulated boot
-//! takes seconds, so a guest runs the scripts of several tests, one after another. Meanwhile it is
-//! paused, because the timers of an idle guest take 18% of a processor of the host.
+//! takes seconds, so a guest runs the scripts of several tests, one after another. A test waits for
+//! a busy guest and boots no second one of the same kind. An idle guest is paused, because its
+//! timers take 18% of a processor of the host.
 //!
 //! A guest has one processor. It has two for scripts that need several queues, or programs that
 //! really run at the same time. Two emulated processors wait for each other in loops, and a script
@@ -13,7 +14,7 @@
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
 use std::io::Write;
-use std::sync::Mutex;
+use std::sync::{Condvar, Mutex};
 use std::time::Duration;
 
 use rustix::fs::{CWD, FileType, Mode, mknodat};
@@ -162,8 +163,9 @@ esac
 
 /// Timeout for a script.
 const LIMIT: Duration = Duration::from_secs(900);
-/// Timeout for all scripts of a guest. After it the runner ends the guest.
-const ALL: Duration = Duration::from_secs(1800);
+/// Timeout for all scripts of a guest, from its boot. After it the runner ends the guest. It is
+/// longer than `scripts/test` lets a test program run.
+const ALL: Duration = Duration::from_secs(3600);
 
 /// What a script needs.
 #[derive(Clone, Copy, PartialEq)]
@@ -176,18 +178,74 @@ struct Machine {
 
 /// A guest that waits for a script, or runs one.
 struct ScriptGuest {
-    machine: Machine,
     guest: Guest,
     monitor: Qmp,
     scripts: File,
+    /// Must be the last field: another test boots a guest after this one has ended.
+    mark: Mark,
 }
 
-/// Clean guests that no test uses. They stay for later tests, and end with the process.
-static IDLE: Mutex<Vec<ScriptGuest>> = Mutex::new(Vec::new());
+/// Says that a guest of the machine boots or exists.
+struct Mark(Machine);
+
+impl Drop for Mark {
+    fn drop(&mut self) {
+        GUESTS.lock().unwrap().booted.retain(|machine| *machine != self.0);
+        CHANGED.notify_all();
+    }
+}
+
+/// Guests of this process, at most one of each machine.
+struct Guests {
+    /// Machines that have a [`Mark`].
+    booted: Vec<Machine>,
+    /// Clean guests that no test uses. They stay for later tests, and end with the process.
+    idle: Vec<ScriptGuest>,
+}
+
+/// State of a machine's guest, in the order in which a test prefers them.
+#[derive(PartialEq, PartialOrd)]
+enum GuestState {
+    Idle,
+    Absent,
+    Busy,
+}
+
+/// Nothing panics while it holds this lock.
+static GUESTS: Mutex<Guests> = Mutex::new(Guests { booted: Vec::new(), idle: Vec::new() });
+/// Notified when a guest becomes idle or ends.
+static CHANGED: Condvar = Condvar::new();
+
+impl Guests {
+    fn state(&self, machine: Machine) -> GuestState {
+        if self.idle.iter().any(|idle| idle.mark.0 == machine) {
+            GuestState::Idle
+        } else if self.booted.contains(&machine) {
+            GuestState::Busy
+        } else {
+            GuestState::Absent
+        }
+    }
+}
+
+/// Returns the idle guest of the machine. Waits while that guest is busy: its script has a limit
+/// ([`LIMIT`]). Without a guest, returns the mark for a new one.
+fn reserve(machine: Machine) -> Result<ScriptGuest, Mark> {
+    let busy = |guests: &mut Guests| guests.state(machine) == GuestState::Busy;
+    let mut guests = CHANGED.wait_while(GUESTS.lock().unwrap(), busy).unwrap();
+    match guests.idle.iter().position(|idle| idle.mark.0 == machine) {
+        Some(at) => Ok(guests.idle.swap_remove(at)),
+        None => {
+            guests.booted.push(machine);
+            Err(Mark(machine))
+        }
+    }
+}
 
 impl ScriptGuest {
     #[track_caller]
-    fn boot(machine: Machine) -> Self {
+    fn boot(mark: Mark) -> Self {
+        let machine = mark.0;
         let folder = Folder::new();
         let disk = folder.image("disk.img", 400 << 20);
         let fifo = folder.join("scripts");
@@ -209,7 +267,7 @@ impl ScriptGuest {
             format!("file={}", disk.display()).into(),
         ]);
         let guest = Guest::start_to_stay(options, SERVE_SCRIPTS, ALL, "guest: ready");
-        ScriptGuest { machine, guest, monitor: Qmp::connect(&monitor), scripts }
+        ScriptGuest { guest, monitor: Qmp::connect(&monitor), scripts, mark }
     }
 
     /// Returns what the guest has printed so far.
@@ -220,11 +278,12 @@ impl ScriptGuest {
         let script = format!("{NAP}{PRELUDE}{script}");
         self.scripts.write_all(format!("{}\n{script}", script.len()).as_bytes()).unwrap();
         let end = self.guest.expect("script: ");
-        let kernel = self.machine.kernel;
+        let kernel = self.mark.0.kernel;
         assert_eq!(end, "passed", "on kernel {kernel}:\n{}", self.guest.seen());
         let seen = self.guest.seen();
         self.monitor.execute("stop", json!({}));
-        IDLE.lock().unwrap().push(self);
+        GUESTS.lock().unwrap().idle.push(self);
+        CHANGED.notify_all();
         seen
     }
 }
@@ -233,21 +292,17 @@ impl ScriptGuest {
 /// uses the guest meanwhile. Returns what the guest has printed so far.
 #[track_caller]
 pub fn on_kernel(kernel: &'static str, processors: u8, script: &str) -> String {
-    let machine = Machine { kernel, processors };
-    let idle = {
-        let mut idle = IDLE.lock().unwrap();
-        idle.iter().position(|idle| idle.machine == machine).map(|at| idle.swap_remove(at))
-    };
-    idle.unwrap_or_else(|| ScriptGuest::boot(machine)).run(script)
+    reserve(Machine { kernel, processors }).unwrap_or_else(ScriptGuest::boot).run(script)
 }
 
-/// Runs the script on both kernels, first on one that has an idle guest.
+/// Runs the script on both kernels. The first one is that with an idle guest, and never one with a
+/// busy guest if the other one's is not busy.
 #[track_caller]
 pub fn on_both_kernels(processors: u8, script: &str) {
     let newer_first = {
-        let idle = IDLE.lock().unwrap();
-        let has = |kernel| idle.iter().any(|idle| idle.machine == Machine { kernel, processors });
-        has("7") && !has("6")
+        let guests = GUESTS.lock().unwrap();
+        let state = |kernel| guests.state(Machine { kernel, processors });
+        state("7") < state("6")
     };
     let kernels = if newer_first { ["7", "6"] } else { ["6", "7"] };
     kernels.into_iter().for_each(|kernel| drop(on_kernel(kernel, processors, script)));

@@ -1,7 +1,9 @@
 //! A polite guest beside guests that thrash, in every order of arrival, on devices of several
 //! kinds. What the polite guest keeps must not depend on what happened before.
 
-use blockyard_sched::{Operation, OperationKind};
+use std::sync::{Mutex, OnceLock};
+
+use blockyard_sched::{DeviceClass, Operation, OperationKind};
 
 use crate::model::{Got, Guest, MS, Model, Mood, S, Simulation};
 
@@ -77,30 +79,105 @@ pub fn unscheduled(model: Model, order: Order, polite: &Guest, beside: &Neighbou
     cost(&Simulation::new(Model { scheduled: false, ..model }, &guests).run(BOTH, END))
 }
 
+/// Results of the polite guest alone.
+struct Alone {
+    operations: u64,
+    /// 99th percentile of the latency in nanoseconds.
+    p99: u64,
+    /// Times of the completions in nanoseconds, in order.
+    completions: Vec<u64>,
+}
+
+impl Alone {
+    /// Simulates the polite guest, the first of `guests`, beside guests that want next to nothing.
+    fn simulate(model: Model, guests: &[Guest]) -> Self {
+        let got = Simulation::new(model, guests).run(BOTH, END).remove(0);
+        Alone { operations: got.operations, p99: got.quantile(0.99), completions: got.completions }
+    }
+
+    /// Returns the results of the polite guest without any others. Tests on the same device share
+    /// them, and so do orders in which the guest arrives at the same time.
+    fn shared(model: Model, polite: &Guest) -> &'static Self {
+        static KNOWN: Mutex<Vec<(AloneKey, &OnceLock<Alone>)>> = Mutex::new(Vec::new());
+        let key = AloneKey::of(model, polite);
+        let cell = {
+            let mut known = KNOWN.lock().unwrap();
+            let found = known.iter().find(|(other, _)| *other == key).map(|(_, cell)| *cell);
+            found.unwrap_or_else(|| {
+                let cell: &'static OnceLock<Alone> = Box::leak(Box::new(OnceLock::new()));
+                known.push((key, cell));
+                cell
+            })
+        };
+        cell.get_or_init(|| Alone::simulate(model, std::slice::from_ref(polite)))
+    }
+}
+
+/// All that determines the results of the polite guest alone.
+#[derive(PartialEq)]
+struct AloneKey {
+    servers: usize,
+    times: [u64; 5],
+    /// [`Model::factor`] of the guest's operations, which are all equal.
+    factor: u64,
+    mood: Mood,
+    scheduler: (bool, Option<usize>, bool),
+    class: DeviceClass,
+    depth: usize,
+    from: u64,
+    shifts: Option<(u64, u64)>,
+}
+
+impl AloneKey {
+    fn of(model: Model, polite: &Guest) -> Self {
+        let Model { servers, time, per_mib, spread, factor, after, mood, sync, .. } = model;
+        let Model { scheduled, window, calibrated, class, .. } = model;
+        let [(kind, bytes)] = polite.work[..] else { panic!("a polite guest of several kinds") };
+        AloneKey {
+            servers,
+            times: [time, per_mib, spread, after, sync],
+            factor: factor(&Operation { kind, bytes, sequential: false, requests: 1 }),
+            mood,
+            scheduler: (scheduled, window, calibrated),
+            class,
+            depth: polite.depth,
+            from: polite.from,
+            shifts: polite.shifts,
+        }
+    }
+}
+
 /// `free`: see [`unscheduled`].
 fn measure(model: Model, order: Order, polite: &Guest, beside: &Neighbours, free: f64) -> Kept {
     let mut guests = arrive(order, polite, beside.thrashers);
     let sharing = guests.len();
+    let fresh;
+    let alone = match beside.others {
+        [] => Alone::shared(model, &guests[0]),
+        others => {
+            fresh = Alone::simulate(model, &[&guests[..1], others].concat());
+            &fresh
+        }
+    };
     guests.extend_from_slice(beside.others);
-    let lone: Vec<_> = guests[..1].iter().chain(beside.others).cloned().collect();
-    let alone = Simulation::new(model, &lone).run(BOTH, END).remove(0);
     let beside = Simulation::new(model, &guests).run(BOTH, END);
     let due = 1.0 / sharing as f64;
     Kept {
         part: beside[0].operations as f64 / alone.operations as f64 / due,
-        p99: beside[0].quantile(0.99) as f64 / alone.quantile(0.99) as f64,
-        time_to_share: time_to_share(&model, &guests[0], due, &alone, &beside[0]),
+        p99: beside[0].quantile(0.99) as f64 / alone.p99 as f64,
+        time_to_share: time_to_share(&model, &guests[0], due, alone, &beside[0]),
         total: cost(&beside) / free,
     }
 }
 
 /// `due`: the guest's share of the device, 0 to 1. A time in which the device stops counts for
 /// nothing, and its end counts as an arrival.
-fn time_to_share(model: &Model, guest: &Guest, due: f64, alone: &Got, beside: &Got) -> u64 {
+fn time_to_share(model: &Model, guest: &Guest, due: f64, alone: &Alone, beside: &Got) -> u64 {
     const SLICE: u64 = 20 * MS;
     let (works, rests) = guest.shifts.unwrap_or((END - BOTH, 0));
-    let count = |got: &Got, from: u64, to: u64| {
-        let until = |t| got.completions.partition_point(|at| *at < t);
+    let (alone, beside) = (&alone.completions, &beside.completions);
+    let count = |completions: &[u64], from: u64, to: u64| {
+        let until = |t| completions.partition_point(|at| *at < t);
         until(to) - until(from)
     };
     let mut longest = 0;
@@ -116,7 +193,7 @@ fn time_to_share(model: &Model, guest: &Guest, due: f64, alone: &Got, beside: &G
     }
     for (begin, end) in begins {
         let reached = (begin..end.min(begin + S)).step_by((SLICE / 4) as usize).find(|from| {
-            let [alone, beside] = [alone, beside].map(|got| count(got, *from, from + SLICE) as f64);
+            let [alone, beside] = [alone, beside].map(|at| count(at, *from, from + SLICE) as f64);
             beside > 0.0 && beside >= 0.8 * due * alone
         });
         longest = longest.max(reached.map_or(end - begin, |at| at - begin));

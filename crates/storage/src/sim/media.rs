@@ -26,6 +26,31 @@ impl Content {
             Some((data, at)) => out.copy_from_slice(&data[at + from..][..out.len()]),
         }
     }
+
+    /// Copies this sector into the part of `out` that it covers. The sector begins at `start` and
+    /// has `unit` bytes; `out` begins at `offset`.
+    fn overlay(&self, start: u64, unit: u64, offset: u64, out: &mut [u8]) {
+        let end = offset.saturating_add(out.len() as u64);
+        let (from, to) = (start.max(offset), start.saturating_add(unit).min(end));
+        let covered = (from - offset) as usize..(to - offset) as usize;
+        self.copy((from - start) as usize, &mut out[covered]);
+    }
+
+    /// Compares two sectors of `unit` bytes. Does not compare the bytes of shared contents.
+    fn same_as(&self, other: &Content, unit: usize) -> bool {
+        match (&self.0, &other.0) {
+            (Some((a, i)), Some((b, j))) => {
+                Rc::ptr_eq(a, b) && i == j || a[*i..][..unit] == b[*j..][..unit]
+            }
+            (None, None) => true,
+            _ => false,
+        }
+    }
+}
+
+/// Returns the sectors of a range of bytes.
+fn sectors_of(unit: u64, offset: u64, len: u64) -> Range<u64> {
+    offset / unit..offset.saturating_add(len).div_ceil(unit)
 }
 
 /// Contents of a disk without power. Clones share their data.
@@ -33,29 +58,36 @@ impl Content {
 pub struct SimImage {
     len: u64,
     unit: u64,
-    /// Sectors with data, by number. All others are zeroes.
-    sectors: BTreeMap<u64, Content>,
+    /// Sectors with data, by number. All others are zeroes. Clones share the map until one of them
+    /// changes.
+    sectors: Rc<BTreeMap<u64, Content>>,
 }
 
 impl SimImage {
     /// Returns an image of `len` bytes of zeroes.
     pub fn zeroed(len: u64) -> Self {
-        SimImage { len, unit: SECTOR as u64, sectors: BTreeMap::new() }
+        SimImage { len, unit: SECTOR as u64, sectors: Rc::default() }
     }
 
     /// Returns an image with these contents.
     pub fn from_bytes(bytes: &[u8]) -> Self {
-        let mut image = SimImage::zeroed(bytes.len() as u64);
-        image.fill(0, bytes);
-        image
+        let mut whole = bytes.to_vec();
+        whole.resize(bytes.len().next_multiple_of(SECTOR), 0);
+        let (whole, count) = (Rc::new(whole), bytes.len().div_ceil(SECTOR));
+        let sector = |n: usize| (n as u64, Content(Some((whole.clone(), n * SECTOR))));
+        let sectors = Rc::new((0..count).map(sector).collect());
+        SimImage { len: bytes.len() as u64, unit: SECTOR as u64, sectors }
     }
 
     /// Sets the atomic unit of writes to `unit` bytes (512, 4096, ...).
     pub fn atomic(self, unit: usize) -> Self {
         assert!(unit > 0, "a sector of no bytes");
-        let mut image = SimImage { len: self.len, unit: unit as u64, sectors: BTreeMap::new() };
+        if self.unit == unit as u64 {
+            return self;
+        }
+        let mut image = SimImage { len: self.len, unit: unit as u64, sectors: Rc::default() };
         let mut bytes = vec![0; self.unit as usize];
-        for (&sector, content) in &self.sectors {
+        for (&sector, content) in self.sectors.iter() {
             content.copy(0, &mut bytes);
             image.fill(sector * self.unit, &bytes);
         }
@@ -72,17 +104,42 @@ impl SimImage {
 
     /// Reads into `out` from `offset`. Bytes beyond the end are zeroes.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
-        for piece in pieces(self.unit, offset, out.len()) {
-            let content = self.sectors.get(&piece.sector).cloned().unwrap_or_default();
-            content.copy(piece.from, &mut out[piece.at]);
-        }
+        out.fill(0);
+        self.copy_data(offset, out);
     }
 
     /// Returns the whole image, which must fit into memory.
     pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = vec![0; self.len as usize];
-        self.read(0, &mut bytes);
+        self.copy_data(0, &mut bytes);
         bytes
+    }
+
+    /// Returns whether both images have the same length and the same bytes.
+    pub fn same_as(&self, other: &SimImage) -> bool {
+        self.len == other.len && (self.has_sectors_of(other) || self.bytes() == other.bytes())
+    }
+
+    /// Returns whether both images have the same sectors. Sectors with data that are all zeroes
+    /// count as others than sectors without data.
+    fn has_sectors_of(&self, other: &SimImage) -> bool {
+        let (unit, mut pairs) = (self.unit as usize, self.sectors.iter().zip(other.sectors.iter()));
+        let same = |((n, ours), (m, theirs)): ((&u64, &Content), (&u64, &Content))| {
+            n == m && ours.same_as(theirs, unit)
+        };
+        self.unit == other.unit
+            && (Rc::ptr_eq(&self.sectors, &other.sectors)
+                || self.sectors.len() == other.sectors.len() && pairs.all(same))
+    }
+
+    /// Copies the sectors with data into `out`, which begins at `offset`. Leaves the rest of `out`
+    /// unchanged.
+    fn copy_data(&self, offset: u64, out: &mut [u8]) {
+        for (&sector, content) in
+            self.sectors.range(sectors_of(self.unit, offset, out.len() as u64))
+        {
+            content.overlay(sector * self.unit, self.unit, offset, out);
+        }
     }
 
     fn fill(&mut self, offset: u64, bytes: &[u8]) {
@@ -95,21 +152,27 @@ impl SimImage {
     }
 
     fn put(&mut self, sector: u64, content: Content) {
-        if content.0.is_none() {
-            self.sectors.remove(&sector);
-        } else {
-            self.sectors.insert(sector, content);
+        if content.0.is_some() {
+            Rc::make_mut(&mut self.sectors).insert(sector, content);
+        } else if self.sectors.contains_key(&sector) {
+            Rc::make_mut(&mut self.sectors).remove(&sector);
         }
     }
 
-    /// Removes data beyond the length.
+    /// Removes data beyond the length. Without such data the image stays shared.
     fn trim(&mut self) {
-        self.sectors.split_off(&self.len.div_ceil(self.unit));
+        let end = self.len.div_ceil(self.unit);
+        if self.sectors.range(end..).next().is_some() {
+            Rc::make_mut(&mut self.sectors).split_off(&end);
+        }
         let (last, keep) = (self.len / self.unit, (self.len % self.unit) as usize);
-        if let Some(content) = self.sectors.get_mut(&last) {
+        if let Some(content) = self.sectors.get(&last) {
             let mut whole = vec![0; self.unit as usize];
-            content.copy(0, &mut whole[..keep]);
-            *content = Content(Some((Rc::new(whole), 0)));
+            content.copy(0, &mut whole);
+            if whole[keep..].iter().any(|&byte| byte != 0) {
+                whole[keep..].fill(0);
+                self.put(last, Content(Some((Rc::new(whole), 0))));
+            }
         }
     }
 }
@@ -189,8 +252,15 @@ impl Media {
 
     /// Reads the visible contents.
     pub fn read(&self, offset: u64, out: &mut [u8]) {
-        for piece in pieces(self.durable.unit, offset, out.len()) {
-            self.visible(piece.sector).copy(piece.from, &mut out[piece.at]);
+        self.durable.read(offset, out);
+        let (unit, range) = (self.durable.unit, self.sectors(offset, out.len() as u64));
+        for (&sector, content) in self.ghosts.range(range.clone()) {
+            content.overlay(sector * unit, unit, offset, out);
+        }
+        for (&sector, versions) in self.cached.range(range) {
+            if let Some(version) = versions.last() {
+                version.content.overlay(sector * unit, unit, offset, out);
+            }
         }
     }
 
@@ -205,7 +275,7 @@ impl Media {
 
     /// Returns the sectors of a range.
     pub fn sectors(&self, offset: u64, len: u64) -> Range<u64> {
-        offset / self.durable.unit..offset.saturating_add(len).div_ceil(self.durable.unit)
+        sectors_of(self.durable.unit, offset, len)
     }
 
     /// Returns the sectors of a range that were ever written. Zeroing the others changes nothing.

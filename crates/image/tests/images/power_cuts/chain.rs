@@ -86,13 +86,12 @@ impl View {
     }
 }
 
-pub fn view(layers: &[Files]) -> Result<View, String> {
-    let below = contents(&layers[1..])?;
-    let (bytes, data) = (layers[0].main.bytes(), layers[0].data.as_ref().map(SimImage::bytes));
-    let parsed = Parsed::new(&bytes);
-    let disk = parsed.read(None, data.as_deref(), &below)?;
+/// Returns what the topmost image shows. `parsed`: its main file. `data`: its data file. `below`:
+/// [`contents`] of the images below.
+pub fn view(parsed: &Parsed, data: Option<&SimImage>, below: &[u8]) -> Result<View, String> {
+    let disk = parsed.read(None, data.map(SimImage::bytes).as_deref(), below)?;
     let shown = |(n, snapshot): (usize, &Snapshot)| {
-        Ok((snapshot.name.clone(), parsed.read(Some(n), None, &below)?))
+        Ok((snapshot.name.clone(), parsed.read(Some(n), None, below)?))
     };
     let snapshots =
         parsed.snapshots.iter().enumerate().map(shown).collect::<Result<_, String>>()?;
@@ -103,29 +102,25 @@ pub fn check(files: &Files) -> Findings {
     Parsed::new(&files.main.bytes()).check()
 }
 
-/// Returns the chain after the repair that the dirty bit demands at the next open for writing.
-/// None: no dirty bit.
-pub fn counted(layers: &[Files]) -> Result<Option<Vec<Files>>, String> {
-    if !is_dirty(&layers[0]) {
-        return Ok(None);
-    }
-    let mut layers = layers.to_vec();
-    layers[0].main =
-        work_on(&layers[0].main, async |raw| rebuild_refcounts(&raw).await.map(|_| ()))?;
-    Ok(Some(layers))
+/// Returns the image after the repair that the dirty bit demands at the next open for writing.
+pub fn counted(files: &Files) -> Result<Files, String> {
+    let main = work_on(&files.main, async |raw| rebuild_refcounts(&raw).await.map(|_| ()))?;
+    Ok(Files { main, ..files.clone() })
 }
 
-/// Checks the image as returned by [`counted`].
-pub fn counted_check(layers: &[Files]) -> Result<Findings, String> {
-    Ok(check(&counted(layers)?.as_deref().unwrap_or(layers)[0]))
+/// Checks the image, as [`counted`] returns it if the dirty bit is set.
+pub fn counted_check(files: &Files) -> Result<Findings, String> {
+    let bytes = files.main.bytes();
+    Ok(if is_dirty(&bytes) { check(&counted(files)?) } else { Parsed::new(&bytes).check() })
 }
 
-pub fn header(files: &Files) -> Result<Header, ImageError> {
-    Header::parse(&files.main.bytes(), files.main.len())
+/// Returns the header of the file with these bytes.
+pub fn header(bytes: &[u8]) -> Result<Header, ImageError> {
+    Header::parse(bytes, bytes.len() as u64)
 }
 
-pub fn is_dirty(files: &Files) -> bool {
-    header(files).is_ok_and(|header| header.has_dirty())
+pub fn is_dirty(bytes: &[u8]) -> bool {
+    header(bytes).is_ok_and(|header| header.has_dirty())
 }
 
 /// Runs the crate's check; returns its report.

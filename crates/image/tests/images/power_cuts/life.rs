@@ -9,6 +9,7 @@ use blockyard_image::{Image, Store};
 use blockyard_storage::sim::{Latency, OpKind, Oracle, Power, Rng, Sim, SimConfig, SimDisk};
 
 use super::chain::{self, Disks, Files, View};
+use super::check::Parsed;
 use super::judge::Judge;
 use super::load;
 use super::operation::{Done, Operation, Outcome};
@@ -25,10 +26,70 @@ pub struct Boot {
     pub events: u64,
 }
 
+/// The images of a plan before the first boot. Lives of one plan share them, because building and
+/// reading them takes longer than a boot.
+pub struct Start {
+    plan: Plan,
+    layers: Vec<Files>,
+    below: Rc<Vec<u8>>,
+    view: View,
+}
+
+impl Start {
+    pub fn new(plan: Plan) -> Self {
+        let layers = chain::make(&plan);
+        let below = chain::contents(&layers[1..]).expect("images of our own");
+        let bytes = layers[0].main.bytes();
+        let parsed = Parsed::new(&bytes);
+        let view = chain::view(&parsed, layers[0].data.as_ref(), &below).expect("our own image");
+        let findings = parsed.check();
+        let sound = findings.corruptions.is_empty() && findings.careful == 0 && findings.leaks == 0;
+        assert!(sound, "to begin with: {findings:?}\n{plan:?}");
+        Start { plan, layers, below: Rc::new(below), view }
+    }
+
+    /// Begins a life. Each one of a plan has the same random numbers.
+    pub fn life(&self) -> Life {
+        let plan = self.plan.clone();
+        let life = Life {
+            rng: Rng::new(plan.seed),
+            layers: self.layers.clone(),
+            below: self.below.clone(),
+            view: self.view.clone(),
+            leaks: 0,
+            dirty: false,
+            careful: false,
+            oracle: Rc::new(RefCell::new(Oracle::new())),
+            journals: plan.room.map_or_else(MemoryStore::default, MemoryStore::with_room),
+            plan,
+        };
+        life.tell_oracle(0);
+        life
+    }
+}
+
+/// What [`Life::judge_image`] found in an image without corruption.
+struct Judged {
+    view: View,
+    /// Number of leaked clusters after the repair that the dirty bit demands.
+    leaks: u64,
+    /// Whether the dirty bit is set.
+    dirty: bool,
+}
+
+impl Judged {
+    /// Returns the number of leaked clusters of the image as it was left, without a repair.
+    fn leaks_of(&self, left: &Files) -> u64 {
+        if self.dirty { chain::check(left).leaks } else { self.leaks }
+    }
+}
+
 pub struct Life {
     plan: Plan,
     rng: Rng,
     layers: Vec<Files>,
+    /// Contents of the images below the topmost one. [`Life::are_unchanged`] guards them.
+    below: Rc<Vec<u8>>,
     view: View,
     leaks: u64,
     /// Whether an interrupted command may have left the dirty bit set, until the next open for
@@ -41,23 +102,10 @@ pub struct Life {
 }
 
 impl Life {
-    pub fn new(plan: Plan) -> Self {
-        let layers = chain::make(&plan);
-        let view = chain::view(&layers).expect("an image of our own");
-        let findings = chain::check(&layers[0]);
-        let sound = findings.corruptions.is_empty() && findings.careful == 0 && findings.leaks == 0;
-        assert!(sound, "to begin with: {findings:?}\n{plan:?}");
-        let (rng, oracle) = (Rng::new(plan.seed), Rc::new(RefCell::new(Oracle::new())));
-        let (dirty, careful) = (false, false);
-        let journals = plan.room.map_or_else(MemoryStore::default, MemoryStore::with_room);
-        let life = Life { plan, rng, layers, view, leaks: 0, dirty, careful, oracle, journals };
-        life.tell_oracle(0);
-        life
-    }
-
     /// Returns offset and clusters of the topmost image's refcount table.
     pub fn refcount_table(&self) -> (u64, u32) {
-        let header = chain::header(&self.layers[0]).expect("an image that was judged");
+        let bytes = self.layers[0].main.bytes();
+        let header = chain::header(&bytes).expect("an image that was judged");
         (header.refcount_table_offset, header.refcount_table_clusters)
     }
 
@@ -209,16 +257,19 @@ impl Life {
         }
         let layers = self.recovered(judge.disks.process_death(), wrap, tally)?;
         self.are_unchanged(&layers, 1)?;
-        let view = self.judge_image(&layers, true, tally)?;
-        if view.snapshots != self.view.snapshots {
+        let judged = self.judge_image(&layers, &self.below, true, tally)?;
+        if judged.view.snapshots != self.view.snapshots {
             return Err("a snapshot was changed".into());
         }
-        let leaks = chain::check(&layers[0]).leaks;
+        let leaks = judged.leaks_of(&layers[0]);
         if leaks > self.leaks {
             return Err(format!("{} clusters leaked after a recovery", leaks - self.leaks));
         }
-        self.oracle.borrow_mut().check_after_cut(0, &view.disk).map_err(|e| e.to_string())?;
-        (self.leaks, self.layers, self.view) = (leaks, layers, view);
+        self.oracle
+            .borrow_mut()
+            .check_after_cut(0, &judged.view.disk)
+            .map_err(|e| e.to_string())?;
+        (self.leaks, self.layers, self.view) = (leaks, layers, judged.view);
         Ok(())
     }
 
@@ -264,11 +315,11 @@ impl Life {
         for nth in 1..=JUDGED {
             let layers = judge.disks.power_cut();
             self.are_unchanged(&layers, 1)?;
-            let view = self.judge_image(&layers, nth == 1, tally)?;
-            if view.snapshots != self.view.snapshots {
+            let judged = self.judge_image(&layers, &self.below, nth == 1, tally)?;
+            if judged.view.snapshots != self.view.snapshots {
                 return Err("a snapshot was changed".into());
             }
-            let leaks = chain::check(&layers[0]).leaks;
+            let (leaks, view) = (judged.leaks_of(&layers[0]), judged.view);
             if closed && leaks > self.leaks && self.plan.trouble.is_none() {
                 return Err(format!(
                     "{} clusters leaked, in an image that was closed",
@@ -290,32 +341,43 @@ impl Life {
 
     /// Checks that the images from the `first` on are unchanged.
     fn are_unchanged(&self, layers: &[Files], first: usize) -> Result<(), String> {
-        let unchanged = |(now, before): (&Files, &Files)| now.main.bytes() == before.main.bytes();
+        let unchanged = |(now, before): (&Files, &Files)| now.main.same_as(&before.main);
         match layers.iter().zip(&self.layers).skip(first).all(unchanged) {
             true => Ok(()),
             false => Err("an image below was changed".into()),
         }
     }
 
-    /// Checks that the image opens and is consistent; returns its contents.
-    fn judge_image(&self, layers: &[Files], ours: bool, tally: &mut Tally) -> Result<View, String> {
-        let view = chain::view(layers)?;
-        if !self.dirty && chain::is_dirty(&layers[0]) {
+    /// Checks that the image opens and is consistent. `below`: contents of the images below it.
+    fn judge_image(
+        &self,
+        layers: &[Files],
+        below: &[u8],
+        ours: bool,
+        tally: &mut Tally,
+    ) -> Result<Judged, String> {
+        let (mut top, data) = (layers[0].clone(), layers[0].data.as_ref());
+        let mut bytes = top.main.bytes();
+        let view = chain::view(&Parsed::new(&bytes), data, below)?;
+        let dirty = chain::is_dirty(&bytes);
+        if dirty && !self.dirty {
             return Err("the dirty bit is set".into());
         }
-        let counted = chain::counted(layers)?;
-        let layers = counted.as_deref().unwrap_or(layers);
-        if counted.is_some() && chain::view(layers)? != view {
-            return Err("counting anew has changed what it shows".into());
+        if dirty {
+            top = chain::counted(&top)?;
+            bytes = top.main.bytes();
+            if chain::view(&Parsed::new(&bytes), data, below)? != view {
+                return Err("counting anew has changed what it shows".into());
+            }
         }
-        let findings = chain::check(&layers[0]);
+        let findings = Parsed::new(&bytes).check();
         tally.judged += 1;
         tally.leaky += u64::from(findings.leaks > 0);
         if !findings.corruptions.is_empty() || findings.careful > 0 && !self.careful {
             return Err(format!("the image is corrupt: {findings:#?}"));
         }
         if ours {
-            let report = chain::our_check(&layers[0])?;
+            let report = chain::our_check(&top)?;
             // The crate's check does not count clusters beyond the end of the file as leaks.
             let same = report.corruptions == findings.careful && report.leaks <= findings.leaks;
             if !same || report.check_errors > 0 {
@@ -326,9 +388,9 @@ impl Life {
         }
         if tally.one_in > 0 && tally.judged.is_multiple_of(tally.one_in) && findings.careful == 0 {
             tally.by_qemu += 1;
-            qemu::judge(layers, &view.disk)?;
+            qemu::judge(&[&[top][..], &layers[1..]].concat(), &view.disk)?;
         }
-        Ok(view)
+        Ok(Judged { view, leaks: findings.leaks, dirty })
     }
 
     /// Runs a command on the closed chain, once completely and once with a cut. Continues with the
@@ -388,13 +450,17 @@ impl Life {
             (self.dirty, self.careful) = (self.dirty || version > 2, self.careful || version == 2);
         }
         // A completed command is durable, so all possible images are equal.
-        let judged = if done { 1 } else { JUDGED };
-        for nth in 1..=judged {
+        let images = if done { 1 } else { JUDGED };
+        for nth in 1..=images {
             let layers = outcome.disks.power_cut();
-            let view = self.judge_image(&layers, nth == 1, tally)?;
             self.are_unchanged(&layers, operation.changes())?;
+            let below = match operation.changes() {
+                1 => self.below.clone(),
+                _ => Rc::new(chain::contents(&layers[1..])?),
+            };
+            let Judged { view, leaks, .. } = self.judge_image(&layers, &below, nth == 1, tally)?;
             if *operation == Operation::Commit {
-                judge_commit(&layers[1..], &view.disk, done)?;
+                judge_commit(&layers[1], &below, &view.disk, done)?;
             }
             let (old, new) = (view == self.view, view == after);
             if !(new && outcome.done != Some(Done::Refused) || old && !done) {
@@ -406,10 +472,10 @@ impl Life {
                 return Err(format!("neither what it was nor what it was to be; {ended}"));
             }
             tally.states[usize::from(new)] += 1;
-            if nth == judged && keep {
+            if nth == images && keep {
                 let before = self.view.disk.len();
-                (self.layers, self.view) = (layers, view);
-                self.leaks = chain::counted_check(&self.layers)?.leaks;
+                (self.layers, self.below, self.view) = (layers, below, view);
+                self.leaks = leaks;
                 self.tell_oracle(before);
             }
         }
@@ -417,15 +483,16 @@ impl Life {
     }
 }
 
-/// Checks that the backing image is consistent at each moment, and holds the disk after the commit.
-fn judge_commit(below: &[Files], disk: &[u8], done: bool) -> Result<(), String> {
-    if below[0].qcow2 {
-        let findings = chain::counted_check(below)?;
+/// Checks that the backing image is consistent at each moment, and that it shows the disk after the
+/// commit. `below`: what it shows.
+fn judge_commit(backing: &Files, below: &[u8], disk: &[u8], done: bool) -> Result<(), String> {
+    if backing.qcow2 {
+        let findings = chain::counted_check(backing)?;
         if !findings.corruptions.is_empty() {
             return Err(format!("the image below is corrupt: {findings:#?}"));
         }
     }
-    match done && !chain::contents(below)?.starts_with(disk) {
+    match done && !below.starts_with(disk) {
         true => Err("the image below does not hold the disk".into()),
         false => Ok(()),
     }

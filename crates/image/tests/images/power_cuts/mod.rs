@@ -33,7 +33,7 @@ mod tally;
 use blockyard_image::Alignment;
 use blockyard_storage::sim::{Liar, Lie, Rng, SimDisk};
 
-use self::life::Life;
+use self::life::{Life, Start};
 use self::operation::KINDS;
 use self::plan::{Plan, SHAPES};
 use self::tally::Tally;
@@ -52,9 +52,10 @@ const TROUBLED: [u64; 11] = [171, 236, 395, 446, 449, 483, 485, 639, 722, 755, 9
 /// boot begins with the state that the previous boot left. Runs commands on the image in between.
 fn random_life(plan: Plan, tally: &mut Tally) -> Result<(), String> {
     let mut rng = Rng::new(plan.seed);
-    let events = Life::new(plan.clone()).boot(u64::MAX, SimDisk::into, tally)?.events;
+    let start = Start::new(plan);
+    let events = start.life().boot(u64::MAX, SimDisk::into, tally)?.events;
     for _ in 0..3 {
-        let mut life = Life::new(plan.clone());
+        let mut life = start.life();
         for _ in 0..4 {
             life.boot(rng.below(events + 1), SimDisk::into, tally)?;
             if rng.one_in(2) {
@@ -138,9 +139,10 @@ fn answered_writes_survive_errors_and_deaths() {
 fn flushed_data_survive_a_cut_at_every_event() {
     let mut tally = Tally::default();
     for (seed, shape) in (30_000..).zip(SHAPES.into_iter().cycle()).take(6) {
-        let plan = Plan { shape, clients: 4, requests: 6, ..Plan::quiet(seed) };
+        let start = Start::new(Plan { shape, clients: 4, requests: 6, ..Plan::quiet(seed) });
         let whole = (0..).find(|&events| {
-            let boot = Life::new(plan.clone())
+            let boot = start
+                .life()
                 .boot(events, SimDisk::into, &mut tally)
                 .unwrap_or_else(|e| panic!("{e}"));
             assert!(!boot.survived || events > 20, "a run of only {events} events");
@@ -157,11 +159,12 @@ fn flushed_data_survive_a_cut_at_every_event() {
 fn answered_writes_survive_a_death_at_every_event() {
     let mut tally = Tally::default();
     for (seed, shape) in (40_000..).zip(SHAPES.into_iter().cycle()).take(8) {
-        let plan = Plan { shape, clients: 4, requests: 6, ..Plan::dying(seed) };
+        let start = Start::new(Plan { shape, clients: 4, requests: 6, ..Plan::dying(seed) });
         let whole = (0..).find(|&events| {
-            let mut life = Life::new(plan.clone());
-            let boot =
-                life.boot(events, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}"));
+            let boot = start
+                .life()
+                .boot(events, SimDisk::into, &mut tally)
+                .unwrap_or_else(|e| panic!("{e}"));
             assert!(!boot.survived || events > 20, "a run of only {events} events");
             boot.survived
         });
@@ -175,16 +178,16 @@ fn answered_writes_survive_a_death_at_every_event() {
 #[test]
 fn a_new_refcount_table_survives_a_cut_at_every_event() {
     let mut tally = Tally::default();
-    let plan = Plan::recounting(0);
+    let start = Start::new(Plan::recounting(0));
     let table = |life: &Life| life.refcount_table();
-    let mut life = Life::new(plan.clone());
+    let mut life = start.life();
     let old = table(&life);
     let events =
         life.boot(u64::MAX, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}")).events;
     assert_ne!(table(&life), old, "the refcount table has moved");
     let (mut before, mut after) = (0, 0);
     for events in 0..events {
-        let mut life = Life::new(plan.clone());
+        let mut life = start.life();
         life.boot(events, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}"));
         *(if table(&life) == old { &mut before } else { &mut after }) += 1;
     }
@@ -200,7 +203,7 @@ fn commands_between_boots_survive_a_cut_at_every_event() {
         if left == [0; KINDS.len()] {
             break;
         }
-        let mut life = Life::new(Plan { clients: 4, requests: 6, ..Plan::quiet(seed) });
+        let mut life = Start::new(Plan { clients: 4, requests: 6, ..Plan::quiet(seed) }).life();
         life.boot(u64::MAX, SimDisk::into, &mut tally).unwrap_or_else(|e| panic!("{e}"));
         let operation = life.next_operation();
         let left = &mut left[operation.kind()];
@@ -235,7 +238,7 @@ fn defective_storage_is_detected() {
             let shape = Alignment { memory_align: 1, offset_align: 1 };
             let plan = Plan { shape, clients: 6, requests: 12, ..Plan::quiet(seed) };
             let events = if rng.one_in(2) { u64::MAX } else { rng.below(200) };
-            let mut life = Life::new(plan);
+            let mut life = Start::new(plan).life();
             life.boot(events, move |disk| Liar::new(disk, lie).into(), &mut Tally::default())
                 .is_err()
         };

@@ -334,6 +334,38 @@ fn a_failed_sync_does_not_lose_a_durable_write_in_flight() {
 }
 
 #[test]
+fn images_with_the_same_bytes_are_the_same() {
+    let image = SimImage::from_bytes(&sectors("abcd"));
+    let (rebuilt, unused) = (SimImage::from_bytes(&sectors("abcd")), image.clone());
+    assert!(SimDisk::new(unused, SimConfig::new(1)).power_cut().same_as(&image));
+    assert!(rebuilt.same_as(&image) && rebuilt.atomic(4096).same_as(&image));
+    assert!(SimImage::from_bytes(&[0; 1024]).same_as(&SimImage::zeroed(1024)));
+    for other in ["abcx", "abc", "abcda"] {
+        assert!(!SimImage::from_bytes(&sectors(other)).same_as(&image), "{other}");
+    }
+}
+
+#[test]
+fn a_write_to_a_disk_leaves_the_image_of_its_start_unchanged() {
+    let image = SimImage::from_bytes(&sectors("abcd"));
+    let disk = SimDisk::new(image.clone(), SimConfig::new(1));
+    let writer = disk.clone();
+    let work = async move { put(&writer, SECTOR as u64, &sectors("x"), true).await };
+    Sim::new(1).block_on(work).unwrap().unwrap();
+    let left = disk.power_cut();
+    assert!(letters(&left) == "axcd" && !left.same_as(&image), "{left:?}");
+    assert_eq!(letters(&image), "abcd");
+}
+
+#[test]
+fn a_read_beyond_the_end_returns_zeroes() {
+    let bytes = pattern(1, 0, 2048);
+    let (image, mut part) = (SimImage::from_bytes(&bytes[..2000]), vec![9; 1000]);
+    image.read(1300, &mut part);
+    assert!(part[..700] == bytes[1300..2000] && part[700..] == [0; 300]);
+}
+
+#[test]
 fn a_dropped_operation_still_reaches_the_disk() {
     let image = then_cut(3, |disk| async move {
         let mut write = Box::pin(put(&disk, 0, b"left alone", false));

@@ -11,7 +11,9 @@ use crate::raw::Raw;
 use blockyard_storage::Alignment;
 
 const SHAPE: Alignment = Alignment { memory_align: 512, offset_align: 512 };
-const SIZE: u64 = 3 << 20;
+/// Size of the disk in bytes. The job compares 1 MiB at a time ([`PIECE`]). Of a larger disk it has
+/// two pieces in flight.
+const SIZE: u64 = 26 << 16;
 /// Number of images that are checked after each power cut. A cut can leave many different ones.
 const OUTCOMES: u64 = 2;
 
@@ -22,14 +24,14 @@ fn powered(image: &SimImage) -> SimDisk {
 /// Makes the old base image, and a new one that is shorter, differs in places, and has zeroes and
 /// data where the old one has none.
 fn bases() -> [SimImage; 2] {
-    let mut old = pattern(1, 0, 2 << 20);
+    let mut old = pattern(1, 0, 21 << 16);
     old[100_000..400_000].fill(0);
     let mut new = old.clone();
-    new.resize(5 << 19, 0);
+    new.resize(24 << 16, 0);
     new[4096..20_000].fill(7);
     new[200_000..300_000].fill(8);
     new[1_000_000..1_100_000].fill(0);
-    new[2_200_000..2_300_000].fill(9);
+    new[1_430_000..1_530_000].fill(9);
     [SimImage::from_bytes(&old), SimImage::from_bytes(&new)]
 }
 
@@ -85,7 +87,7 @@ impl Top {
             {
                 disk.write(Segments::from_bytes(&vec![5; len]), at).await.unwrap();
             }
-            disk.write_zeroes(1_900_544, 300_032).await.unwrap();
+            disk.write_zeroes(1_310_720, 119_808).await.unwrap();
             disk.close().await.unwrap();
         };
         Sim::new(1).block_on(work).unwrap();
@@ -151,7 +153,7 @@ fn the_disk_is_unchanged_after_a_power_cut_at_any_event() {
     for (number, top) in tops.into_iter().enumerate() {
         let image = top.make(&old);
         let expected = top.shows(&image, &old).unwrap();
-        // The last case has no new backing file.
+        // The first case has no new backing file.
         let nothing = SimImage::zeroed(0);
         let next = (number != 0).then_some(&new);
         let mut cuts = 0;
