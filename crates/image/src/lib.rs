@@ -30,7 +30,7 @@ pub use blockyard_storage::{
 };
 pub use chain::{
     Chain, ChainError, ChainLayer, ChainOptions, GrownChain, LeftImage, MAX_DEPTH, OpenedFiles,
-    Opener, SharedImages, WritableBacking,
+    Opener, SharedImages, WritableBacking, names_a_path,
 };
 pub use copying::commit::CopyDown;
 pub use copying::stream::{copy_up, stand_alone};

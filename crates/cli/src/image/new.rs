@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
 use blockyard_image::tools::NewImage;
-use blockyard_image::{Chain, ChainOptions, Format};
+use blockyard_image::{Chain, ChainOptions, Format, names_a_path, scheme_of};
 
 use super::FolderArgs;
 use super::settings::Settings;
@@ -55,6 +55,14 @@ impl Backing {
             )
         })?;
         Ok(Backing { name: name.into(), format, path })
+    }
+
+    /// Returns the name that a qcow2 image stores. Fails if no reader would take it for a path.
+    pub fn stored_name(&self) -> Result<&str> {
+        match scheme_of(Path::new(&self.name)) {
+            Some(_) => Ok(&self.name),
+            None => stored_path("backing file", &self.name),
+        }
     }
 
     /// Returns the size in bytes of the disk in the backing file. Returns an error if the file
@@ -126,6 +134,16 @@ impl Backing {
     }
 }
 
+/// Returns the name of a file, if an image may store it. `role`: what the file is to the image.
+fn stored_path<'a>(role: &str, name: &'a str) -> Result<&'a str> {
+    if !names_a_path(name) {
+        bail!(
+            "{role} {name}: in an image, the word before a colon names a protocol: write ./{name}"
+        );
+    }
+    Ok(name)
+}
+
 /// Fails if the folder of a new image does not exist.
 pub fn check_folder(target: &Path) -> anyhow::Result<()> {
     let folder = folder(target);
@@ -172,11 +190,13 @@ pub fn plan(
 fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<CreateOptions> {
     let plain = CreateOptions::new(size);
     let base = match backing {
-        Some(Backing { name, format, .. }) => {
-            CreateOptions::overlay(size, name.as_str(), format.to_string())
+        Some(backing) => {
+            CreateOptions::overlay(size, backing.stored_name()?, backing.format.to_string())
         }
         None => plain.clone(),
     };
+    let data_file = settings.text("data_file").map(|name| stored_path("data file", name));
+    let data_file = data_file.transpose()?.map(str::to_string);
     let (version, cluster_size) =
         (settings.version()?.unwrap_or(base.version), settings.size("cluster_size")?);
     // Defaults depend on the given options.
@@ -191,7 +211,7 @@ fn qcow2(settings: &Settings, size: u64, backing: Option<&Backing>) -> Result<Cr
         refcount_bits: settings.number("refcount_bits")?.unwrap_or(base.refcount_bits),
         lazy_refcounts: settings.switch("lazy_refcounts")?.unwrap_or(false),
         compression: settings.compression()?.unwrap_or(Compression::Zlib),
-        data_file: settings.text("data_file").map(str::to_string),
+        data_file,
         data_file_raw: settings.switch("data_file_raw")?.unwrap_or(false),
         preallocation: settings.preallocation()?.unwrap_or(Preallocation::Off),
         ..base

@@ -72,8 +72,9 @@ pub fn run(options: &RebaseArgs) -> Result<(), Failure> {
             NewBacking::Cow { name, size, mtime }
         }
         (Format::Qcow2, None) => NewBacking::None,
-        (Format::Qcow2, Some(Backing { name, format, .. })) => {
-            NewBacking::Qcow2 { name: name.clone(), format: *format }
+        (Format::Qcow2, Some(backing)) => {
+            let name = backing.stored_name().map_err(Failure::usage)?.into();
+            NewBacking::Qcow2 { name, format: backing.format }
         }
     };
     if backing.as_ref().is_some_and(|backing| is_same(&backing.path, &options.image.file)) {
@@ -103,6 +104,8 @@ fn safely(options: &RebaseArgs, backing: Option<&Backing>, new: NewBacking) -> R
     let base = backing.map(|backing| open_new(options, backing)).transpose()?;
     let writing = ChainOptions {
         read_only: false,
+        // The disk stays the same, so bitmaps that record writes stay valid.
+        keeps_disk: true,
         cache: options.cache,
         ..options.folders.reading(&options.image.file, options.image.format)
     };

@@ -13,7 +13,7 @@ use crate::fixture::{
 use crate::mistakes::refused;
 
 /// Returns the bitmaps in QEMU's list: name, flags, granularity.
-fn listed(path: &Path) -> Vec<(String, Vec<String>, u64)> {
+pub fn listed(path: &Path) -> Vec<(String, Vec<String>, u64)> {
     let info = json(&qemu_img(&["info", "-f", "qcow2", "--output", "json", text(path)]));
     let all = info["format-specific"]["data"]["bitmaps"].as_array().cloned().unwrap_or_default();
     let string = |value: &Value| value.as_str().unwrap().to_string();

@@ -3,7 +3,7 @@
 use std::os::unix::process::ExitStatusExt;
 
 use crate::common::{Signal, blockyard};
-use crate::fixture::{Images, MIB, image, image_any, qemu_img, text};
+use crate::fixture::{Images, MIB, image, image_any, qemu_img, sound_and_same, text};
 
 /// Runs `blockyard image ARGS`, which must fail with `status` and one line that has all of `parts`.
 #[track_caller]
@@ -89,16 +89,52 @@ fn a_missing_data_file_is_named_as_such() {
     refused(&["check", text(&path)], 1, &["data file", "gone.raw", "No such file"]);
 }
 
+/// No program opens an image that stores such a name, because the name means a protocol.
+#[test]
+fn a_name_with_a_protocol_is_refused_before_an_image_stores_it() {
+    let images = Images::new();
+    let base = images.raw("vm:base.img", 4 * MIB, 1);
+    let top = images.path("top.qcow2");
+    let (base_arg, top_arg) = (text(&base), text(&top));
+    let advice = ["backing file vm:base.img", "write ./vm:base.img"];
+    refused(&["create", "-b", "vm:base.img", "-F", "raw", top_arg], 2, &advice);
+    refused(&["create", "-u", "-b", "vm:base.img", "-F", "raw", top_arg, "4M"], 2, &advice);
+    refused(&["convert", "-B", "vm:base.img", "-F", "raw", base_arg, top_arg], 2, &advice);
+    let (option, advice_data) = ("data_file=vm:1.raw", ["data file vm:1.raw", "write ./vm:1.raw"]);
+    refused(&["create", "-o", option, top_arg, "4M"], 2, &advice_data);
+    refused(&["convert", "-o", option, base_arg, top_arg], 2, &advice_data);
+    assert!(!top.exists() && !images.path("vm:1.raw").exists());
+
+    image(&["create", "-q", "-b", "./vm:base.img", "-F", "raw", top_arg]);
+    sound_and_same((&top, "qcow2"), (&base, "raw"));
+    image(&["compare", top_arg, base_arg]);
+    let safely: &[&str] = &[];
+    for only_name in [safely, &["-u"]] {
+        let rebase = ["-b", "vm:base.img", "-F", "raw", top_arg];
+        refused(&[&["rebase"], only_name, &rebase].concat(), 2, &advice);
+        let rebase = ["-b", "./vm:base.img", "-F", "raw", top_arg];
+        image(&[&["rebase"], only_name, &rebase].concat());
+        image(&["compare", top_arg, base_arg]);
+    }
+    let split = images.path("split.qcow2");
+    image(&["convert", "-o", "data_file=./vm:1.raw", base_arg, text(&split)]);
+    image(&["compare", text(&split), base_arg]);
+    // A COW file stores the absolute path.
+    let cow = images.path("a.cow");
+    image(&["create", "-q", "-b", "vm:base.img", "-F", "raw", text(&cow)]);
+    image(&["compare", text(&cow), base_arg]);
+}
+
 #[test]
 fn names_in_an_image_cannot_control_a_terminal() {
     let images = Images::new();
     let path = images.path("a.qcow2");
-    let name = "x\u{1b}[31m\nfile format: raw";
+    let name = "./x\u{1b}[31m\nfile format: raw";
     image(&["create", "-q", "-f", "qcow2", "-u", "-b", name, "-F", "raw", text(&path), "1M"]);
     let info = image(&["info", text(&path)]);
-    assert!(info.contains("backing file: x?[31m?file format: raw"), "{info}");
+    assert!(info.contains("backing file: ./x?[31m?file format: raw"), "{info}");
     assert_eq!(info.matches("\nfile format").count(), 1, "{info}");
-    refused(&["map", text(&path)], 1, &["its backing file x?[31m?file format: raw"]);
+    refused(&["map", text(&path)], 1, &["its backing file ./x?[31m?file format: raw"]);
 }
 
 /// `nohup` ignores SIGHUP, and a shell ignores SIGINT for a command in the background.

@@ -1,5 +1,6 @@
 //! rebase: another backing file and the same disk, checked by QEMU.
 
+use crate::bitmap::listed;
 use crate::commit::{copy, own};
 use crate::common::allocated;
 use crate::fixture::{Images, MIB, SIZE, image, image_any, json, qemu_img, sound_and_same, text};
@@ -57,6 +58,23 @@ fn a_rebase_does_not_change_the_disk() {
             }
         }
     }
+}
+
+/// The disk does not change, so an incremental backup can go on with the bitmap.
+#[test]
+fn a_rebase_keeps_a_bitmap_that_records_writes_valid() {
+    let images = Images::new();
+    let top = images.chain("compat=1.1");
+    let expected = copy(&images, &top);
+    images.raw("other.raw", 20 * MIB, 77);
+    image(&["bitmap", "--add", text(&top), "daily"]);
+    let had = own(&top);
+    image(&["rebase", "-b", "other.raw", "-F", "raw", text(&top)]);
+    assert!(own(&top) > had, "nothing was copied");
+    let bitmaps = listed(&top);
+    assert_eq!((bitmaps.len(), bitmaps[0].0.as_str()), (1, "daily"));
+    assert_eq!(bitmaps[0].1, ["auto"], "it is marked as in use");
+    sound_and_same((&top, "qcow2"), (&expected, "raw"));
 }
 
 /// Both chains have the base. The new one hides its end, so the disk's data there must be copied.

@@ -37,7 +37,7 @@ pub use error::ChainError;
 pub use left::LeftImage;
 pub use member::ChainLayer;
 pub(crate) use member::shared_layers;
-pub use names::MAX_DEPTH;
+pub use names::{MAX_DEPTH, names_a_path};
 pub use open::{Chain, Opener};
 pub use options::{ChainOptions, OpenedFiles};
 pub use overlay::GrownChain;

@@ -20,6 +20,12 @@ use crate::layers::format::Format;
 /// Maximum number of images in a chain.
 pub const MAX_DEPTH: usize = 200;
 
+/// Returns whether `name` is the path of a file if an image stores it. QEMU takes the word before a
+/// colon for a protocol (`fat:folder`), unless the word contains a slash: `./a:b` is a path.
+pub fn names_a_path(name: &str) -> bool {
+    name.split_once(':').is_none_or(|(word, _)| word.is_empty() || word.contains('/'))
+}
+
 /// Identity of an image, to detect cycles in a chain.
 #[derive(PartialEq)]
 pub(super) enum Identity {
@@ -171,10 +177,7 @@ impl PendingImage {
                 "an image on a server has no folder, so its backing file needs an absolute name",
             ));
         }
-        if name
-            .split_once(':')
-            .is_some_and(|(scheme, _)| !scheme.is_empty() && !scheme.contains('/'))
-        {
+        if !names_a_path(name) {
             return Err(self.refuse("only files are supported, by their path"));
         }
         Ok(false)

@@ -252,9 +252,11 @@ impl Chain {
                 let safety = self.options.safety_of(depth, &file);
                 let is_below_writer = depth > 0 && !self.options.read_only;
                 let is_sound = depth == 0 && self.options.is_as_left(&file);
+                let keeps_disk = depth == 0 && self.options.keeps_disk;
                 let options = Qcow2Options {
                     read_only,
                     l2_cache,
+                    keeps_disk,
                     unfinished,
                     safety,
                     is_below_writer,

@@ -23,6 +23,9 @@ pub struct ChainOptions {
     /// Whether to open (and lock) the topmost image's files for writing, but allow only reads of
     /// the disk. For jobs that change only metadata.
     pub only_locked: bool,
+    /// Whether the caller's writes leave the disk's contents unchanged. If so, bitmaps of the
+    /// topmost image that record writes stay valid.
+    pub keeps_disk: bool,
     /// Layer that a commit writes to: it is opened for writing.
     pub commit_into: Option<usize>,
     pub cache: CacheMode,
@@ -76,6 +79,7 @@ impl ChainOptions {
             format: None,
             read_only: false,
             only_locked: false,
+            keeps_disk: false,
             commit_into: None,
             cache: CacheMode::default(),
             l2_cache: None,

@@ -103,8 +103,12 @@ fn names_outside_the_folders_are_refused_and_links_inside_are_allowed() {
             "{name}"
         );
     }
+    std::fs::write(scratch.path("inside/vm:1.raw"), [1]).unwrap();
+    let protocol = top.names(Role::Backing, "vm:1.raw", Some(Format::Raw)).find(&allowed);
+    let refused = protocol.err().unwrap().to_string();
+    assert!(refused.contains("only files are supported"), "{refused}");
     scratch.point("inside/absolute.raw", "inside/base.raw");
-    for name in ["base.raw", "./base.raw", "../inside/base.raw", "absolute.raw"] {
+    for name in ["base.raw", "./vm:1.raw", "./base.raw", "../inside/base.raw", "absolute.raw"] {
         let next = top.names(Role::Backing, name, Some(Format::Raw)).find(&allowed).unwrap();
         assert!(next.found.is_some(), "{name}");
     }

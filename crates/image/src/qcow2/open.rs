@@ -15,7 +15,7 @@ use blockyard_ring::semaphore::Semaphore;
 
 use super::check::{FindingKind, Repair, check, rebuild_with};
 use super::closed::bitmap::{drop_unknown_autoclear, prepare_for_writing};
-use super::encoding::bytes;
+use super::encoding::bytes::{self, LastHole};
 use super::encoding::entry::{self, L1Entry};
 use super::encoding::file;
 use super::encoding::header::{AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header};
@@ -81,7 +81,7 @@ impl Qcow2 {
         let table = read_refcount_table(&file, &header).await?;
         let len = file::length(&file).await?;
         let end = if file.is_device() {
-            last_counted(&file, &header, &table).await?
+            last_counted(&file, &header, &table, len).await?
         } else {
             len.div_ceil(shape.cluster_size())
         };
@@ -247,10 +247,19 @@ async fn read_refcount_table(file: &Raw, header: &Header) -> Result<Vec<u64>, Im
 
 /// Returns the number of clusters up to the last one with a refcount, for an image on a block
 /// device.
-async fn last_counted(file: &Raw, header: &Header, table: &[u64]) -> Result<u64, ImageError> {
+async fn last_counted(
+    file: &Raw,
+    header: &Header,
+    table: &[u64],
+    file_len: u64,
+) -> Result<u64, ImageError> {
     let width = header.refcount_width();
     let per_block = width.per_block(header.cluster_size());
+    let mut hole = LastHole::default();
     for (block, &offset) in table.iter().enumerate().rev().filter(|(_, offset)| **offset != 0) {
+        if hole.covers(file, offset, header.cluster_size(), file_len).await {
+            continue;
+        }
         let read = bytes::read(file, offset, header.cluster_size() as usize).await;
         let counts =
             read.map_err(|e| ImageError::io("qcow2 refcount block", offset, "reading", e))?;

@@ -239,9 +239,14 @@ impl Counts {
     /// Ends the window earlier: drops half of the pages, those of the highest clusters.
     fn shrink(&mut self) {
         let keep = self.pages.len() / 2;
+        self.end_before(self.page_numbers()[keep] * PAGE);
+    }
+
+    /// Returns the numbers of the pages, ascending. Clusters of other pages have no counts.
+    pub fn page_numbers(&self) -> Vec<u64> {
         let mut numbers: Vec<u64> = self.pages.iter().map(|p| p.0).collect();
         numbers.sort_unstable();
-        self.end_before(numbers[keep] * PAGE);
+        numbers
     }
 
     fn end_before(&mut self, end: u64) {

@@ -31,6 +31,7 @@ pub(super) use self::report::Tally;
 pub use self::report::{Finding, FindingKind, Repair, Report};
 use self::stored::{Compare, Refcounts};
 use self::walk::Walk;
+use super::encoding::bytes::LastHole;
 use super::encoding::entry::EntryFormat;
 use super::encoding::header::{
     AUTOCLEAR_JOURNAL, AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_CORRUPT, INCOMPATIBLE_DIRTY,
@@ -301,7 +302,7 @@ async fn pass(
             still_complete(&tally, changes.known)?;
         }
         let repair = changes.map(|changes| changes.refcounts);
-        let tally_ref = &mut tally;
+        let (tally_ref, hole) = (&mut tally, LastHole::default());
         Compare {
             file,
             refcounts: &refcounts,
@@ -309,6 +310,7 @@ async fn pass(
             tally: tally_ref,
             file_len,
             repair,
+            hole,
         }
         .run()
         .await?;
@@ -376,7 +378,8 @@ async fn count(
         let mut counts = Counts::new(start..end, limits.memory);
         let layout = EntryFormat::of(header);
         let (tables_at_once, counts_ref, tally) = (limits.tables, &mut counts, &mut *tally);
-        Walk { file, header, layout, file_len, counts: counts_ref, tally, tables_at_once }
+        let hole = LastHole::default();
+        Walk { file, header, layout, file_len, counts: counts_ref, tally, tables_at_once, hole }
             .count(refcounts)
             .await;
         match &mut merged {
@@ -436,12 +439,17 @@ async fn keep_stored(
     counts: &mut Counts,
     file_len: u64,
 ) -> Result<(), ImageError> {
+    let mut hole = LastHole::default();
     for (index, at) in old.blocks() {
         let (first, window) = (index * old.per_block(), counts.window());
         let end = (first + old.per_block())
             .min(window.end)
             .min(file_len.div_ceil(1 << old.cluster_bits()));
         if first.max(window.start) >= end {
+            continue;
+        }
+        // The refcounts in a hole are 0.
+        if hole.covers(file, at, 1 << old.cluster_bits(), file_len).await {
             continue;
         }
         let block = old.read_block(file, at).await?;

@@ -3,8 +3,8 @@
 //!
 //! In: an image's tables. Out: counts, and findings about invalid entries and offsets. Invariant:
 //! the file's size bounds reads and memory. Of L1 and bitmap tables that overlap, only one is
-//! followed. At most `tables_at_once` L2 tables are collected at a time; the others wait for the
-//! next round.
+//! followed. Those that are followed take at most [`MAX_TABLE_BYTES`]. At most `tables_at_once` L2
+//! tables are collected at a time; the others wait for the next round.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -15,7 +15,7 @@ use super::report::{FindingKind, Tally};
 use super::stored::Refcounts;
 use crate::error::{ErrorKind, ImageError};
 use crate::qcow2::encoding::bitmap_directory;
-use crate::qcow2::encoding::bytes::{self, be64};
+use crate::qcow2::encoding::bytes::{self, LastHole, be64};
 use crate::qcow2::encoding::entry::{
     COMPRESSED, COPIED, Cluster, EntryFormat, L1Entry, L2Entry, OFFSET_MASK,
 };
@@ -25,6 +25,9 @@ use crate::raw::Raw;
 
 /// Number of entries of an L1 or bitmap table that are read at a time.
 pub const PIECE_ENTRIES: usize = 1 << 17;
+/// Maximum size in bytes of all L1 and bitmap tables together. A crafted image can name 2 TiB of
+/// them in one hole. To count their clusters of 512 bytes would take minutes.
+const MAX_TABLE_BYTES: u64 = 16 << 30;
 
 /// A reference: its structure's name and its offset in the file.
 #[derive(Clone, Copy)]
@@ -40,11 +43,22 @@ struct TableReference {
     /// Number of references to the table.
     times: u64,
     name: String,
+    /// Name that the second reference gives to the table; empty if there is none.
+    second_name: String,
 }
 
 impl TableReference {
+    fn new(offset: u64, entries: u64, name: String) -> Self {
+        TableReference { offset, entries, times: 1, name, second_name: String::new() }
+    }
+
     fn len(&self) -> u64 {
         self.entries * 8
+    }
+
+    /// Returns the offset behind the table. It may lie beyond the end of the file.
+    fn end(&self) -> u64 {
+        self.offset.saturating_add(self.len())
     }
 }
 
@@ -54,25 +68,36 @@ struct DistinctTables {
     list: Vec<TableReference>,
     /// Maps a table's offset to the table's end and its index in `list`.
     places: BTreeMap<u64, (u64, usize)>,
+    /// Size in bytes of all tables with counted clusters, also of those that overlap others.
+    counted_bytes: u64,
+}
+
+/// Relation of a table to the tables to follow.
+enum Relation {
+    /// It overlaps none of them.
+    New,
+    /// It is the table with this index.
+    Same(usize),
+    Overlaps,
 }
 
 impl DistinctTables {
-    /// Adds a table. Returns false if it overlaps another one; the same table again is not an
-    /// overlap.
-    fn add(&mut self, table: TableReference) -> bool {
-        let (start, end) = (table.offset, table.offset + table.len());
+    fn relation(&self, table: &TableReference) -> Relation {
+        let (start, end) = (table.offset, table.end());
         let before = self.places.range((Bound::Unbounded, Bound::Excluded(end))).next_back();
         match before {
             Some((&other, &(other_end, index))) if (other, other_end) == (start, end) => {
-                self.list[index].times += 1
+                Relation::Same(index)
             }
-            Some((_, &(other_end, _))) if other_end > start => return false,
-            _ => {
-                self.places.insert(start, (end, self.list.len()));
-                self.list.push(table);
-            }
+            Some((_, &(other_end, _))) if other_end > start => Relation::Overlaps,
+            _ => Relation::New,
         }
-        true
+    }
+
+    /// Adds a table that overlaps none.
+    fn add(&mut self, table: TableReference) {
+        self.places.insert(table.offset, (table.end(), self.list.len()));
+        self.list.push(table);
     }
 }
 
@@ -86,6 +111,7 @@ pub struct Walk<'a> {
     pub tally: &'a mut Tally,
     /// Maximum number of L2 tables that are collected at a time.
     pub tables_at_once: usize,
+    pub hole: LastHole,
 }
 
 impl Walk<'_> {
@@ -93,12 +119,8 @@ impl Walk<'_> {
     pub async fn count(&mut self, refcounts: Option<&Refcounts>) {
         self.metadata(Site { structure: format_args!("qcow2 header"), at: 0 }, 0, 1);
         let mut l1_tables = DistinctTables::default();
-        let active = TableReference {
-            offset: self.header.l1_offset,
-            entries: self.header.l1_size.into(),
-            times: 1,
-            name: "qcow2 L1 table".into(),
-        };
+        let (offset, entries) = (self.header.l1_offset, self.header.l1_size.into());
+        let active = TableReference::new(offset, entries, "qcow2 L1 table".into());
         self.table(active, &mut l1_tables);
         self.snapshots(&mut l1_tables).await;
         if let Some(refcounts) = refcounts {
@@ -107,6 +129,7 @@ impl Walk<'_> {
         // Tables of bitmaps must not overlap L1 tables either.
         let first_bitmap = l1_tables.list.len();
         self.bitmaps(&mut l1_tables).await;
+        self.further_references(&l1_tables.list);
         let mut bitmaps = l1_tables.list.split_off(first_bitmap);
         for table in &mut bitmaps {
             self.bitmap_table(table).await;
@@ -176,17 +199,54 @@ impl Walk<'_> {
         inside
     }
 
-    /// Counts a table's own clusters, and adds the table to the tables to follow.
+    /// Counts a table's own clusters, and adds the table to the tables to follow. The same table
+    /// again is only noted: [`Walk::further_references`] counts it.
     fn table(&mut self, table: TableReference, tables: &mut DistinctTables) {
+        if table.entries == 0 {
+            return;
+        }
+        let relation = tables.relation(&table);
+        if let Relation::Same(index) = relation {
+            let same = &mut tables.list[index];
+            if same.times == 1 {
+                same.second_name = table.name;
+            }
+            same.times += 1;
+            return;
+        }
         let name = table.name.clone();
         let site = Site { structure: format_args!("{name}"), at: table.offset };
-        if table.entries > 0 && self.metadata(site, table.offset, table.len()) && !tables.add(table)
-        {
+        let counted_bytes = tables.counted_bytes + table.len();
+        if counted_bytes > MAX_TABLE_BYTES {
             self.lost(
                 FindingKind::BadTable,
                 site,
-                format_args!("it overlaps another table, and is not followed"),
+                format_args!(
+                    "it is not followed: all tables together may take {MAX_TABLE_BYTES} bytes"
+                ),
             );
+            return;
+        }
+        if !self.metadata(site, table.offset, table.len()) {
+            return;
+        }
+        tables.counted_bytes = counted_bytes;
+        match relation {
+            Relation::New => tables.add(table),
+            _ => self.lost(
+                FindingKind::BadTable,
+                site,
+                format_args!("it overlaps another table, and is not followed"),
+            ),
+        }
+    }
+
+    /// Counts the references to tables except the first one to each. They are counted together,
+    /// because a crafted image can name a table 65,536 times.
+    fn further_references(&mut self, tables: &[TableReference]) {
+        for table in tables.iter().filter(|table| table.times > 1) {
+            let site = Site { structure: format_args!("{}", table.second_name), at: table.offset };
+            self.reference(site, table.offset, table.len(), table.times - 1, true);
         }
     }
 
@@ -223,7 +283,7 @@ impl Walk<'_> {
                     let site = Site { structure: format_args!("{name}"), at: offset };
                     self.lost(FindingKind::BadTable, site, format_args!("{fault}"));
                 }
-                None => self.table(TableReference { offset, entries, times: 1, name }, tables),
+                None => self.table(TableReference::new(offset, entries, name), tables),
             }
         }
     }
@@ -279,7 +339,7 @@ impl Walk<'_> {
                             format_args!("{what}"),
                         );
                     }
-                    self.table(TableReference { offset, entries, times: 1, name }, tables);
+                    self.table(TableReference::new(offset, entries, name), tables);
                 }
             }
         }
@@ -310,7 +370,7 @@ impl Walk<'_> {
     async fn piece(&mut self, table: &TableReference, first: u64) -> Option<Vec<u8>> {
         let entries = (table.entries - first).min(PIECE_ENTRIES as u64);
         let (at, len) = (table.offset + first * 8, entries * 8);
-        let read = bytes::read_data(self.file, at, len as usize).await;
+        let read = self.hole.read_data(self.file, at, len as usize, self.file_len).await;
         let site = Site { structure: format_args!("{}", table.name), at };
         read.inspect_err(|e| self.lost(FindingKind::Unreadable, site, format_args!("reading: {e}")))
             .ok()
@@ -385,7 +445,7 @@ impl Walk<'_> {
 
     async fn l2_table(&mut self, offset: u64, times: u64) {
         let len = self.header.cluster_size() as usize;
-        let bytes = match bytes::read_data(self.file, offset, len).await {
+        let bytes = match self.hole.read_data(self.file, offset, len, self.file_len).await {
             Ok(bytes) => bytes,
             Err(e) => {
                 let site = Site { structure: format_args!("qcow2 L2 table"), at: offset };

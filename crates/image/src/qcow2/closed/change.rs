@@ -24,7 +24,7 @@ use crate::qcow2::check::stored::Refcounts;
 use crate::qcow2::check::{
     FindingKind, Tally, clear_bits, cover, inspect, rebuild_refcounts, recount,
 };
-use crate::qcow2::encoding::bytes;
+use crate::qcow2::encoding::bytes::{self, LastHole};
 use crate::qcow2::encoding::file::{flush, length, read_l1};
 use crate::qcow2::encoding::header::{AUTOCLEAR_KNOWN, Header, INCOMPATIBLE_DIRTY, SECTOR_BYTES};
 use crate::qcow2::encoding::rewrite::rewrite;
@@ -83,15 +83,23 @@ impl<'a> OfflineChange<'a> {
     pub async fn find_free(&self, count: u64) -> Result<u64, ImageError> {
         let (header, bits) = (&self.old, self.old.cluster_bits);
         let refcounts = Refcounts::load(self.file, header, &mut Tally::default()).await?;
-        let mut start = 0;
+        let (mut start, mut hole) = (0, LastHole::default());
         for (index, block) in refcounts.blocks() {
             // Clusters without a refcount block have refcount 0: they are free.
             let first = index * refcounts.per_block();
             if first >= self.end || first.saturating_sub(start) >= count {
                 break;
             }
+            let last = (first + refcounts.per_block()).min(self.end);
+            // All clusters of a block that is a hole are free.
+            if hole.covers(self.file, block, 1 << bits, self.end << bits).await {
+                if last - start >= count {
+                    return Ok(start << bits);
+                }
+                continue;
+            }
             let counts = refcounts.read_block(self.file, block).await?;
-            for cluster in first..(first + refcounts.per_block()).min(self.end) {
+            for cluster in first..last {
                 if refcounts.width.get(&counts, (cluster - first) as usize) != 0 {
                     start = cluster + 1;
                 } else if cluster + 1 - start >= count {

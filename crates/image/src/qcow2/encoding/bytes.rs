@@ -1,6 +1,7 @@
 //! Big-endian numbers in byte slices; reads and writes of byte vectors.
 
 use std::io;
+use std::ops::Range;
 
 use blockyard_ring::Segments;
 
@@ -56,6 +57,50 @@ pub async fn read_data(file: &Raw, offset: u64, len: usize) -> io::Result<Vec<u8
     match file.data_or_hole(offset, len as u64).await {
         Ok((false, hole)) if hole == len as u64 => Ok(Vec::new()),
         _ => read(file, offset, len).await,
+    }
+}
+
+/// The hole of a file that was found last. If many tables lie in one hole, only the first one costs
+/// calls. After a write to a table, this must not be used for that table again.
+#[derive(Default)]
+pub struct LastHole(Range<u64>);
+
+impl LastHole {
+    /// Returns whether `len` bytes at `offset` are a hole. The search for the hole's end stops at
+    /// `file_len`, the end of the file. An error counts as data, because a read reports it.
+    pub async fn covers(&mut self, file: &Raw, offset: u64, len: u64, file_len: u64) -> bool {
+        let end = offset.saturating_add(len);
+        if self.0.start <= offset && end <= self.0.end {
+            return true;
+        }
+        // A server answers a question about a long range with all of its extents. So ask about the
+        // rest of the file only behind a hole.
+        match file.data_or_hole(offset, len).await {
+            Ok((false, hole)) if hole == len => {}
+            _ => return false,
+        }
+        self.0 = offset..end;
+        let rest = file_len.saturating_sub(end);
+        if rest > 0
+            && let Ok((false, more)) = file.data_or_hole(end, rest).await
+        {
+            self.0.end = end.saturating_add(more);
+        }
+        true
+    }
+
+    /// Like [`read_data`].
+    pub async fn read_data(
+        &mut self,
+        file: &Raw,
+        offset: u64,
+        len: usize,
+        file_len: u64,
+    ) -> io::Result<Vec<u8>> {
+        match self.covers(file, offset, len as u64, file_len).await {
+            true => Ok(Vec::new()),
+            false => read(file, offset, len).await,
+        }
     }
 }
 

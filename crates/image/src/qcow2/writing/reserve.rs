@@ -11,7 +11,7 @@ use blockyard_storage::Storage;
 
 use crate::error::{ImageError, is_full};
 
-use crate::qcow2::encoding::bytes;
+use crate::qcow2::encoding::bytes::{self, LastHole};
 use crate::qcow2::encoding::header::MAX_OFFSET;
 use crate::qcow2::reading::view::Qcow2;
 use crate::qcow2::state::alloc::{Allocator, Grown, Run};
@@ -154,13 +154,21 @@ impl Qcow2 {
     pub(crate) async fn has_clusters(&self, wanted: u64) -> io::Result<bool> {
         let (alloc, table) = (&self.shared.alloc, self.shared.alloc.table());
         let (mut cluster, mut used, mut seen) = (0, 0, HashSet::new());
+        let mut hole = LastHole::default();
+        let (cluster_size, file_len) =
+            (self.shape().cluster_size(), alloc.end() << self.shape().layout.cluster_bits);
         // No cluster behind the last refcount block is in use, however long a sparse file is.
         let end = alloc.end().min((table.len() as u64).saturating_mul(alloc.per_block()));
         while cluster < end && used < wanted {
             let block = alloc.block_of(cluster);
             // A table that names one block a million times describes no sound image.
             let offset = table.get(block as usize).copied().unwrap_or(0);
-            if offset == 0 || !seen.insert(offset) {
+            let is_new = offset != 0 && seen.insert(offset);
+            // All refcounts of a block that is a hole are 0, unless the cache has newer ones.
+            if !is_new
+                || alloc.to_load(block).is_some()
+                    && hole.covers(&self.file, offset, cluster_size, file_len).await
+            {
                 cluster = (block + 1) * alloc.per_block();
                 continue;
             }

@@ -5,8 +5,12 @@ use std::fs::File;
 use std::os::unix::fs::FileExt;
 use std::time::Duration;
 
+use blockyard_image::qcow2::bitmap_directory::{self, BitmapEntry, DIRTY_TRACKING, IN_USE};
 use blockyard_image::qcow2::check::{FindingKind, Repair, Report};
-use blockyard_image::qcow2::{Compression, Header};
+use blockyard_image::qcow2::header::AUTOCLEAR_BITMAPS;
+use blockyard_image::qcow2::{BitmapsExtension, Compression, Header};
+use blockyard_image::tools::{Disk, on_reactor};
+use blockyard_image::{Chain, ChainOptions};
 use blockyard_ring::Clock;
 
 use super::peer::{Scratch, check_in_pieces, our_check};
@@ -60,15 +64,28 @@ impl Hostile {
         self.file.write_all_at(&bytes, at).unwrap();
     }
 
-    fn check(&self) -> Report {
+    fn write_header(&self) {
         self.file.write_all_at(&self.header.serialize().unwrap(), 0).unwrap();
-        // Measure the thread's own processor time, because the machine may be busy with other work.
-        let start = Clock::Thread.read();
-        let report = our_check(&self.path, Repair::No);
-        let time = Clock::Thread.read() - start;
-        assert!(time < Duration::from_secs(60), "it took {time:?} of processor time");
-        report
     }
+
+    fn check(&self) -> Report {
+        self.check_and_repair(Repair::No)
+    }
+
+    fn check_and_repair(&self, repair: Repair) -> Report {
+        self.write_header();
+        soon(|| our_check(&self.path, repair))
+    }
+}
+
+/// Runs `work`, which must end soon.
+fn soon<T>(work: impl FnOnce() -> T) -> T {
+    // Measure the thread's own processor time, because the machine may be busy with other work.
+    let start = Clock::Thread.read();
+    let result = work();
+    let time = Clock::Thread.read() - start;
+    assert!(time < Duration::from_secs(60), "it took {time:?} of processor time");
+    result
 }
 
 #[test]
@@ -104,6 +121,88 @@ fn snapshots_that_share_and_overlap_their_tables() {
     let report = hostile.check();
     let overlaps = report.findings.iter().filter(|f| f.kind == FindingKind::BadTable).count();
     assert!(overlaps > 100, "{:#?}", &report.findings[..20]);
+}
+
+/// To count the clusters of a table for each snapshot would take minutes.
+#[test]
+fn snapshots_that_share_one_long_table_or_have_one_each() {
+    const TABLE: u64 = 32 << 20;
+    for (distance, expected) in [(0, FindingKind::Overlap), (TABLE, FindingKind::BadTable)] {
+        let mut hostile = Hostile::new();
+        let header = &mut hostile.header;
+        (header.cluster_bits, header.l1_size, header.snapshot_count) = (9, 1, 65_536);
+        // Entries of 56 bytes, 16 of which are extra data.
+        let entry = |n: u64| [4 * TIB + n * distance, (TABLE / 8) << 32, 0, 0, 16, 0, 0];
+        hostile.words(2 * TIB, (0..65_536).flat_map(entry));
+        let report = hostile.check();
+        assert!(report.corruptions > 65_000, "{distance}: {report:?}");
+        let other = report.findings.iter().find(|finding| finding.kind != expected);
+        assert_eq!(other, None, "{distance}");
+        assert!(report.findings[0].structure.contains("of snapshot"), "{:?}", report.findings[0]);
+    }
+}
+
+#[test]
+fn bitmaps_that_share_one_long_table() {
+    const BITMAPS: u32 = 65_535;
+    let entry = BitmapEntry {
+        at: 0,
+        len: 0,
+        table_offset: 3 * TIB,
+        table_size: 1 << 20,
+        flags: IN_USE,
+        kind: DIRTY_TRACKING,
+        granularity_bits: 16,
+        extra_len: 0,
+        name: "b".into(),
+    };
+    let entries: Vec<_> = std::iter::repeat_n(entry, BITMAPS as usize).collect();
+    let directory = bitmap_directory::encode(&entries);
+    let mut hostile = Hostile::new();
+    hostile.file.write_all_at(&directory, 2 * TIB).unwrap();
+    let header = &mut hostile.header;
+    (header.cluster_bits, header.l1_size, header.autoclear) = (9, 1, AUTOCLEAR_BITMAPS);
+    let directory_size = directory.len() as u64;
+    header.bitmaps =
+        Some(BitmapsExtension { count: BITMAPS, directory_size, directory_offset: 2 * TIB });
+    let report = hostile.check();
+    // The table has 16,384 clusters. Each of them is shared.
+    assert!(report.corruptions > 16_384, "{report:?}");
+    let first = &report.findings[0];
+    assert_eq!(first.kind, FindingKind::Overlap, "{first:?}");
+    assert!(first.structure.contains("table of bitmap"), "{first:?}");
+}
+
+/// To read each of these blocks of 2 MiB would take minutes.
+#[test]
+fn refcount_blocks_that_are_all_holes() {
+    let cluster: u64 = 2 << 20;
+    let mut hostile = Hostile::new();
+    let header = &mut hostile.header;
+    (header.cluster_bits, header.l1_size) = (21, 1);
+    (header.refcount_table_offset, header.refcount_table_clusters) = (cluster, 4);
+    hostile.words(cluster, (0..1 << 20).map(|n| 3 * TIB + n * cluster));
+    // A check ignores blocks for clusters behind the end of the file. A repair does not.
+    let report = hostile.check_and_repair(Repair::All);
+    assert!(report.is_clean(), "{report:?}");
+    assert!(report.corruptions_fixed > 1 << 20, "{report:?}");
+}
+
+/// A map of a disk begins with the number of clusters in use, to find out if the file has fewer.
+#[test]
+fn the_clusters_in_use_are_not_searched_in_refcount_blocks_that_are_holes() {
+    let mut hostile = Hostile::new();
+    let header = &mut hostile.header;
+    (header.cluster_bits, header.size, header.l1_size) = (9, 512, 1);
+    (header.refcount_order, header.refcount_table_clusters) = (0, 16_384);
+    hostile.words(CLUSTER, (0..1 << 20).map(|n| 3 * TIB + n * 512));
+    hostile.write_header();
+    let options = ChainOptions { read_only: true, ..ChainOptions::new(&hostile.path) };
+    soon(|| {
+        let chain = Chain::open(&options).unwrap();
+        let opened = on_reactor(|handle| async move { Disk::of(&chain, &handle).await.map(drop) });
+        opened.unwrap();
+    });
 }
 
 #[test]

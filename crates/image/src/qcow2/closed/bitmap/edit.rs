@@ -100,19 +100,22 @@ impl BitmapSet {
     }
 
     /// Loads all bitmaps of an image for a disk of `size` bytes. Bits of the new part are clear.
-    /// Bitmaps in use stay as they are: their bits have no meaning, and their tables may have any
-    /// size.
+    /// Bitmaps in use get clear bits and stay in use: their old bits have no meaning, and their old
+    /// tables may have any size. They are written again like the others, because the resize frees
+    /// the clusters of all bitmaps.
     pub async fn resized(file: &Raw, header: &Header, size: u64) -> Result<Self, ImageError> {
         let mut set = Self::load(file, header).await?;
         let mut held_bytes = 0;
         for at in 0..set.0.len() {
             let held = &mut set.0[at];
             can_be_written(&held.entry, header)?;
-            if held.entry.flags & IN_USE != 0 {
-                continue;
-            }
-            let mut bits = Bits::read(file, header, &held.entry).await?;
-            bits.resize(size)?;
+            let bits = if held.entry.flags & IN_USE != 0 {
+                Bits::new(size, held.entry.granularity_bits)?
+            } else {
+                let mut bits = Bits::read(file, header, &held.entry).await?;
+                bits.resize(size)?;
+                bits
+            };
             held_bytes += bits.bytes.len();
             if held_bytes > MOST_HELD {
                 let what = "together they take more than 1 GiB of memory: remove some first";

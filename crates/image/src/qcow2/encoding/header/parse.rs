@@ -6,6 +6,8 @@ use super::*;
 use crate::qcow2::encoding::bytes::{be32, be64};
 
 const BACKING_NAME: &str = "qcow2 backing file name";
+/// Offset of the header field that gives the L1 table's offset.
+const L1_FIELD: u64 = 40;
 
 /// Returns the cluster bits, checked, from the first sector of a file.
 pub fn cluster_bits(bytes: &[u8]) -> Result<u32, ImageError> {
@@ -288,8 +290,10 @@ impl Header {
         Ok(())
     }
 
-    /// Checks that no table overlaps another or the header, or lies beyond the end of the file.
+    /// Checks that no table overlaps another or the header, or lies beyond the end of the file. The
+    /// last cluster of the file may be partial. Only the L1 table must lie in the file as a whole.
     fn check_places(&self, file_len: u64) -> Result<(), ImageError> {
+        let last_end = file_len.checked_next_multiple_of(self.cluster_size()).unwrap_or(u64::MAX);
         let mut tables = self.tables();
         tables.sort_by_key(|table| table.offset);
         let mut before = ("qcow2 header", self.cluster_size());
@@ -299,7 +303,8 @@ impl Header {
                 let what = format!("it overlaps the {}", before.0.trim_start_matches("qcow2 "));
                 return Err(ImageError::invalid(table.name, table.offset, what));
             }
-            if end > file_len {
+            let most = if table.field == L1_FIELD { file_len } else { last_end };
+            if end > most {
                 let what = format!(
                     "it ends at {end}, beyond the end of the file at {file_len}: the file is \
                      truncated"
@@ -319,7 +324,7 @@ impl Header {
         let refcounts = u64::from(self.refcount_table_clusters) << self.cluster_bits;
         let table = |name, field, offset, len| TableField { name, field, offset, len };
         vec![
-            table("qcow2 L1 table", 40, self.l1_offset, u64::from(self.l1_size) * 8),
+            table("qcow2 L1 table", L1_FIELD, self.l1_offset, u64::from(self.l1_size) * 8),
             table("qcow2 refcount table", 48, self.refcount_table_offset, refcounts),
             table(
                 "qcow2 snapshot table",

@@ -188,6 +188,32 @@ fn truncated_headers_are_parsed_or_refused() {
     );
 }
 
+/// Tables in the last cluster of the file, at 0x50000: which of them may end behind the file.
+#[test]
+fn a_table_may_lie_in_a_partial_last_cluster_unless_it_is_the_l1_table() {
+    let parse = |change: fn(&mut Header), file_len| {
+        let mut header = plain();
+        change(&mut header);
+        Header::parse(&area(&header), file_len)
+    };
+    let bitmap = BitmapsExtension { count: 1, directory_size: 32, directory_offset: 0x50000 };
+    let with_bitmap = Header { autoclear: AUTOCLEAR_BITMAPS, bitmaps: Some(bitmap), ..plain() };
+    for file_len in [0x50001, 0x5fff0, 0x60000, u64::MAX] {
+        assert!(parse(|h| h.refcount_table_offset = 0x50000, file_len).is_ok(), "{file_len:#x}");
+        let snapshot = |h: &mut Header| (h.snapshots_offset, h.snapshot_count) = (0x50000, 1);
+        assert!(parse(snapshot, file_len).is_ok(), "{file_len:#x}");
+        assert!(Header::parse(&area(&with_bitmap), file_len).is_ok(), "{file_len:#x}");
+    }
+    let behind = |h: &mut Header| h.refcount_table_offset = 0x50000;
+    assert!(parse(behind, 0x50000).unwrap_err().to_string().contains("the file is truncated"));
+    let two = |h: &mut Header| {
+        (h.refcount_table_offset, h.refcount_table_clusters) = (0x50000, 2);
+    };
+    assert!(parse(two, 0x60000).is_err() && parse(two, 0x60001).is_ok());
+    let last_l1 = |h: &mut Header| h.l1_offset = 0x50000;
+    assert!(parse(last_l1, 0x50000 + 15).is_err() && parse(last_l1, 0x50000 + 16).is_ok());
+}
+
 #[test]
 fn unknown_features_are_refused_with_their_name() {
     let mut entry = vec![0, 9];
