@@ -3,9 +3,7 @@
 
 BASE, STORE and TABLE in the environment name the files. STORE is as large as BASE. TABLE has eight
 bytes for each block of BASE: 0, its number in STORE plus 1, or FREED. It is empty at first."""
-import os
-import struct
-import sys
+import fcntl, os, struct, sys
 
 BLOCK = 64 << 10
 FREED = (1 << 64) - 1
@@ -14,6 +12,7 @@ blocks, rest = divmod(os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END), BLOC
 if rest:
     sys.exit(f"{base} is no multiple of {BLOCK} bytes: make it one, with truncate -s %{BLOCK}")
 file = os.open(table, os.O_RDWR)
+fcntl.flock(file, fcntl.LOCK_EX)  # the program of a dead server may still write it
 entries = os.pread(file, blocks * 8, 0).ljust(blocks * 8, b"\0")
 os.pwrite(file, entries, 0)  # now, not in a flush, the host may be full
 os.fdatasync(file)  # what it calls free may be used at once

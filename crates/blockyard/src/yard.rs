@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use blockyard_disk::{Carried, OpKind};
 use blockyard_export::Reactors;
 use blockyard_image::{ChainOptions, Format};
-use blockyard_storage::target::TargetEnd;
+use blockyard_storage::target::{TargetEnd, TargetError};
 use blockyard_yard::{Activation, Change, DiskSettings, Shares, Way, YardError};
 
 use crate::disk::{Content, Disk};
@@ -129,7 +129,7 @@ impl Yard {
         match disk.content {
             Content::Image(_) => {}
             Content::Target(target) => {
-                let given = target.open(disk.cache)?;
+                let given = target.open(disk.cache).inspect_err(|e| self.note_end(&name, e))?;
                 self.targets().extend(given.end().map(|end| (name.clone(), end)));
                 image = ChainOptions { format: Some(Format::Raw), given: Some(given), ..image };
             }
@@ -159,6 +159,13 @@ impl Yard {
 
     fn targets(&self) -> MutexGuard<'_, HashMap<String, TargetEnd>> {
         self.targets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Keeps the end of a target that has not started: it may still run, and have its files.
+    fn note_end(&self, name: &str, error: &TargetError) {
+        let mut targets = self.targets();
+        targets.retain(|_, end| !end.wait(Duration::ZERO));
+        targets.extend(error.end().map(|end| (name.into(), end)));
     }
 
     /// Ends all disks. Returns whether their targets have ended, too.
@@ -264,5 +271,56 @@ fn statistics(counted: &blockyard_disk::Statistics) -> Statistics {
         flush: of(OpKind::Flush),
         discard: of(OpKind::Discard),
         write_zeroes: of(OpKind::WriteZeroes),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+
+    use super::*;
+    use crate::{Device, Lent, Limits, Shape, Target};
+
+    struct Nothing;
+
+    impl Device for Nothing {
+        async fn read(&self, _: u64, _: Lent) -> io::Result<()> {
+            Ok(())
+        }
+
+        async fn write(&self, _: u64, _: Lent) -> io::Result<()> {
+            Ok(())
+        }
+
+        async fn flush(&self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// Fails to serve a target that blocks its thread. Returns what lets it go on.
+    fn fail(yard: &Yard) -> mpsc::Sender<()> {
+        let (release, held) = mpsc::channel();
+        let shape = Shape { size: 4096, granule: 4096 };
+        let target = Target::device("late", shape, async move |_, _| {
+            let _ = held.recv();
+            Ok(Nothing)
+        });
+        let limits = Limits { start: Duration::ZERO, ..Limits::default() };
+        let failed = yard.serve(Disk::target("a", target.limits(limits)));
+        let error = failed.unwrap_err().to_string();
+        assert_eq!(error, "target late: it cannot start: it was not ready in time");
+        release
+    }
+
+    #[test]
+    fn a_target_that_starts_too_late_counts_until_it_has_ended() {
+        let yard = Yard::start(1).unwrap();
+        let release = fail(&yard);
+        yard.target_ended("a", Duration::ZERO).unwrap_err();
+        drop(release);
+        yard.target_ended("a", Duration::from_secs(60)).unwrap();
+        let release = fail(&yard);
+        assert!(!yard.close_all(Duration::ZERO), "its target has its files");
+        drop(release);
     }
 }

@@ -1,12 +1,13 @@
 //! `exec:` images: another program is the map, and its faults hurt only its own disk.
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Write};
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::sync_channel;
-use std::time::Duration;
+use std::sync::mpsc::{TryRecvError, channel, sync_channel};
+use std::time::{Duration, Instant};
 
 use blockyard::{Disk, ErrorKind, Yard};
+use rustix::fs::{FlockOperation, flock};
 
 mod common;
 
@@ -61,6 +62,51 @@ fn the_python_example_refuses_a_base_of_part_of_a_block() {
     let output = command.stdin(Stdio::null()).output().unwrap();
     let error = String::from_utf8(output.stderr).unwrap();
     assert!(!output.status.success() && error.contains("is no multiple of 65536 bytes"), "{error}");
+}
+
+/// Returns whether a process waits for a lock of a file.
+fn waits_for_a_lock(process: u32) -> bool {
+    let (locks, process) = (std::fs::read_to_string("/proc/locks").unwrap(), process.to_string());
+    locks.lines().any(|line| {
+        // 1: -> FLOCK  ADVISORY  WRITE 1234 08:01:5678 0 EOF
+        let words: Vec<_> = line.split_whitespace().collect();
+        words.get(1..3) == Some(&["->", "FLOCK"][..]) && words.get(5) == Some(&&*process)
+    })
+}
+
+#[test]
+fn the_python_example_reads_its_table_after_the_one_before_has_left_it() {
+    let scratch = Scratch::new("python-locked");
+    let files = ["base", "store"].map(|name| scratch.file(name, &base()));
+    let table = scratch.file("table", &[]);
+    // This test is the one before.
+    let mut before = std::fs::File::options().write(true).open(&table).unwrap();
+    flock(&before, FlockOperation::LockExclusive).unwrap();
+    let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
+    let mut command = Command::new(example);
+    command.env("BASE", &files[0]).env("STORE", &files[1]).env("TABLE", &table);
+    let mut program = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+    let output = BufReader::new(program.stdout.take().unwrap());
+    let (sender, said) = channel();
+    std::thread::spawn(move || {
+        output.lines().map_while(Result::ok).for_each(|line| drop(sender.send(line)));
+    });
+    let began = Instant::now();
+    while !waits_for_a_lock(program.id()) {
+        assert_eq!(said.try_recv(), Err(TryRecvError::Empty), "it does not wait for the lock");
+        assert!(began.elapsed() < LIMIT, "it neither waits for the lock nor says anything");
+    }
+    assert_eq!(std::fs::metadata(&table).unwrap().len(), 0);
+    // Block 2 is at place 5.
+    let entries: Vec<u8> =
+        (0..16).flat_map(|block| (u64::from(block == 2) * 5).to_le_bytes()).collect();
+    before.write_all(&entries).unwrap();
+    flock(&before, FlockOperation::Unlock).unwrap();
+    while said.recv_timeout(LIMIT).unwrap() != "ready" {}
+    assert!(std::fs::read(&table).unwrap() == entries, "it has overwritten a flushed write");
+    writeln!(program.stdin.take().unwrap(), "locate 1 r 131072 65536").unwrap();
+    assert_eq!(said.recv_timeout(LIMIT).unwrap(), "ok 1 65536 at 1 262144");
+    assert!(program.wait().unwrap().success());
 }
 
 /// Serves the base with `base()` and the store by the Python example, and writes, twice.
@@ -231,6 +277,9 @@ fn a_program_that_does_not_start_is_an_error() {
     assert!(ended.ends_with("it ended at its start"), "{ended}");
     let other = error(script(&scratch, "other", "#!/bin/sh\necho hello; exec sleep 1000\n"));
     assert!(other.contains("it sent \"hello\" at its start, not \"blockyard-map 1\""), "{other}");
+    let endless = error(script(&scratch, "endless", "#!/bin/sh\nexec cat /dev/zero\n"));
+    let too_long = "it sent a line of more than 1048576 bytes at its start";
+    assert!(endless.ends_with(too_long), "{endless}");
     let text = "#!/bin/sh\nprintf 'blockyard-map 1\\nsize 1000\\ngranule 4096\\nready\\n'\n";
     let odd = error(script(&scratch, "odd", text));
     assert!(odd.contains("its size of 1000 bytes is no multiple"), "{odd}");

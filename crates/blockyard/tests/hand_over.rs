@@ -5,8 +5,9 @@ use std::io::{self, BufRead, BufReader, Lines, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdout, Command, Stdio};
+use std::time::Duration;
 
-use blockyard::{Access, Disk, ErrorKind, Shape, Target, Yard};
+use blockyard::{Access, Disk, ErrorKind, Files, Limits, Shape, Target, Yard};
 use blockyard_image::OpenedFiles;
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::tools::{self, NewImage};
@@ -327,6 +328,32 @@ fn a_next_process_that_fails_leaves_the_disks_where_they_are() {
     let yard = Yard::start(1).unwrap();
     let refused = yard.hand_over(ours, |name| panic!("{name}")).unwrap_err();
     assert_eq!(refused.kind(), ErrorKind::HandOver);
+}
+
+#[test]
+fn a_next_process_that_starts_its_target_too_late_leaves_the_disks_where_they_are() {
+    run_if_child();
+    let scratch = scratch("too-late");
+    let mut running = Process::start(&scratch);
+    let mut writer = Writer::connect_to(&mut running, &scratch);
+    writer.work(20);
+    let next = UnixStream::connect(scratch.path("control")).unwrap();
+    let disk = |_: &str| {
+        let shape = Shape { size: SIZE as u64, granule: 4096 };
+        // It has the file, and its start does not end.
+        let target = Target::device("file", shape, async |files: Files, _| {
+            let _files = files;
+            std::future::pending::<io::Result<Nothing>>().await
+        });
+        let limits = Limits { start: Duration::ZERO, ..Limits::default() };
+        let target = target.file(scratch.path("disk.img"), Access::Write).limits(limits);
+        let disk = Disk::target("disk", target).vhost_user(scratch.path("vm.sock"));
+        Some(disk.nbd_unix(scratch.path("nbd.sock")))
+    };
+    let error = Yard::take_over(1, next, disk).map(drop).unwrap_err();
+    assert!(error.to_string().contains("not ready in time"), "{error}");
+    assert!(running.expect("goes on").contains("not ready in time"));
+    writer.work(20);
 }
 
 /// A process with a disk that cannot be flushed. Prints the disks that it has after a hand-over.

@@ -1,4 +1,5 @@
-//! The harness runs maps that move parts and use the old places again.
+//! The harness runs maps that move parts and use the old places again, and maps that move parts
+//! without a write.
 
 use std::cell::RefCell;
 use std::io;
@@ -100,5 +101,78 @@ fn a_map_that_waits_for_its_invalidations_may_use_old_places_again() {
 fn a_map_that_does_not_wait_for_its_invalidations_is_found() {
     let make = async |files, handle| Moving::open(files, handle, false).await;
     let broken = rig().run(1, 600, make).unwrap_err().to_string();
+    assert!(broken.contains("sector"), "{broken}");
+}
+
+/// Gives a place to all parts that have none when it opens. Its table says so after a flush.
+struct Placing {
+    file: OwnFile,
+    /// Number of starts, and then the place of each part. 0: it has none, and is all zeroes.
+    table: RefCell<Vec<u64>>,
+}
+
+impl Placing {
+    async fn open(files: Files, handle: Handle, invalidates: bool) -> io::Result<Self> {
+        let (file, mut bytes) = (files.own[0].clone(), vec![0; (BLOCKS as usize + 1) * 8]);
+        file.read_at(&mut bytes, 0).await?;
+        let mut table: Vec<_> =
+            bytes.as_chunks().0.iter().map(|b| u64::from_le_bytes(*b)).collect();
+        // A place that was lost with the table may have data. Each start has places of its own.
+        table[0] += 1;
+        let placing = Placing { file, table: table.clone().into() };
+        placing.keep().await?;
+        let first = table[0] * BLOCKS;
+        for (place, new) in table[1..].iter_mut().zip(first..) {
+            if *place == 0 {
+                *place = new;
+            }
+        }
+        *placing.table.borrow_mut() = table;
+        if invalidates {
+            handle.invalidate(0..SIZE).await;
+        }
+        Ok(placing)
+    }
+
+    /// Makes the table durable.
+    async fn keep(&self) -> io::Result<()> {
+        let bytes: Vec<u8> = self.table.borrow().iter().flat_map(|at| at.to_le_bytes()).collect();
+        self.file.write_at(&bytes, 0).await?;
+        self.file.sync().await
+    }
+}
+
+impl Map for Placing {
+    async fn locate(&self, asked: Question) -> io::Result<Vec<Extent>> {
+        let blocks = asked.offset / BLOCK..(asked.offset + asked.len) / BLOCK;
+        let extent = |block: u64| {
+            let offset = self.table.borrow()[block as usize + 1] * BLOCK;
+            Extent { len: BLOCK, place: Place::At { file: 0, offset } }
+        };
+        Ok(blocks.map(extent).collect())
+    }
+
+    async fn flush(&self, _moved: &[Range<u64>]) -> io::Result<()> {
+        self.keep().await
+    }
+}
+
+fn placing() -> PowerCuts {
+    // More places than a run has starts.
+    PowerCuts::of(Shape { size: SIZE, granule: BLOCK })
+        .data(vec![0; 8 * SIZE as usize], Access::Write)
+        .file(vec![0; 512])
+}
+
+#[test]
+fn a_map_that_moves_parts_and_invalidates_them_loses_no_flushed_write() {
+    let make = async |files, handle| Placing::open(files, handle, true).await;
+    placing().run(1, 300, make).unwrap();
+}
+
+#[test]
+fn a_map_that_moves_parts_without_an_invalidation_is_found() {
+    let make = async |files, handle| Placing::open(files, handle, false).await;
+    let broken = placing().run(1, 300, make).unwrap_err().to_string();
     assert!(broken.contains("sector"), "{broken}");
 }

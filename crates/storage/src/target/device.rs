@@ -44,7 +44,8 @@ pub(crate) trait AnyDevice {
     fn write(&self, offset: u64, data: Lent) -> Boxed<'_, io::Result<()>>;
     fn flush(&self) -> Boxed<'_, io::Result<()>>;
     fn discard(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<()>>;
-    fn write_zeroes(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<()>>;
+    /// False: the caller writes zeroes instead.
+    fn write_zeroes(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<bool>>;
 }
 
 impl<D: Device> AnyDevice for D {
@@ -64,7 +65,12 @@ impl<D: Device> AnyDevice for D {
         Box::pin(Device::discard(self, offset, len))
     }
 
-    fn write_zeroes(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<()>> {
-        Box::pin(Device::write_zeroes(self, offset, len))
+    fn write_zeroes(&self, offset: u64, len: u64) -> Boxed<'_, io::Result<bool>> {
+        Box::pin(async move {
+            match Device::write_zeroes(self, offset, len).await {
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => Ok(false),
+                done => done.map(|()| true),
+            }
+        })
     }
 }

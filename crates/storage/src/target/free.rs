@@ -106,7 +106,7 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
                         self.free_in_file(file, offset, len, how, at == whole.start).await?;
                     }
                     Place::Zero | Place::New { .. } => {
-                        self.core.moved().is_freed = true;
+                        self.core.moved().is_changed = true;
                         freed.push((at, len));
                     }
                 }

@@ -1,6 +1,6 @@
 //! Tests of maps that free parts, and of maps that wait for invalidations, on simulated disks.
 
-use std::cell::{Cell, RefCell};
+use std::cell::{Cell, OnceCell, RefCell};
 use std::rc::Rc;
 
 use blockyard_ring::join;
@@ -21,7 +21,7 @@ enum Kind {
     Stays,
     /// They are free.
     Frees,
-    /// The map does not implement it.
+    /// The map does not implement it. Each of its flushes waits for an invalidation.
     Silent,
     /// It frees more than the range.
     Lies,
@@ -71,7 +71,9 @@ impl Map for Same {
         for range in moved {
             self.moved.borrow_mut().extend(range.start / GRANULE..range.end / GRANULE);
         }
-        self.handle.invalidate(0..SHAPE.size).await;
+        if self.kind == Kind::Silent {
+            self.handle.invalidate(0..SHAPE.size).await;
+        }
         Ok(())
     }
 
@@ -98,6 +100,7 @@ impl Map for Same {
 /// The disk of a map, and what the map counts.
 struct Rig {
     disk: Rc<Mapped<SimDisk, Direct>>,
+    handle: Handle,
     flushes: Rc<Cell<usize>>,
     discards: Rc<RefCell<Vec<Discard>>>,
 }
@@ -108,13 +111,17 @@ fn with_map<F: Future<Output = ()> + 'static>(kind: Kind, work: impl FnOnce(Rig)
     let (flushes, discards) = (Rc::default(), Rc::default());
     let counts = (Rc::clone(&flushes), Rc::clone(&discards));
     let run = async move {
-        let make = async move |handle| {
+        let kept = Rc::new(OnceCell::<Handle>::new());
+        let keeps = kept.clone();
+        let make = async move |handle: Handle| {
+            let _ = keeps.set(handle.clone());
             let (flushes, discards) = counts;
             let (moved, has_answered) = Default::default();
             Ok(Direct::new(Same { kind, handle, moved, flushes, discards, has_answered }))
         };
         let disk = Mapped::simulated(SHAPE, vec![(file, Access::Write)], make).await.unwrap();
-        work(Rig { disk: Rc::new(disk), flushes, discards }).await;
+        let (disk, handle) = (Rc::new(disk), kept.get().unwrap().clone());
+        work(Rig { disk, handle, flushes, discards }).await;
     };
     Sim::new(1).step_limit(u64::MAX).block_on(run).unwrap();
 }
@@ -162,7 +169,7 @@ fn a_failed_flush_of_the_engine_is_reported_once_and_for_all() {
 
 #[test]
 fn freed_parts_read_as_zeroes_and_the_next_flush_reaches_the_map() {
-    with_map(Kind::Frees, async |Rig { disk, flushes, discards }| {
+    with_map(Kind::Frees, async |Rig { disk, flushes, discards, .. }| {
         write(&disk, 0, &[7; 4096]).await;
         disk.zero(256, 1024, true).await.unwrap();
         // The new places are durable before the map frees them. What is no whole granule is
@@ -192,6 +199,28 @@ fn freed_parts_read_as_zeroes_and_the_next_flush_reaches_the_map() {
             disk.discard(SHAPE.size, 512).await.unwrap_err().kind(),
             io::ErrorKind::InvalidInput
         );
+    });
+}
+
+#[test]
+fn an_invalidation_makes_the_next_flush_reach_the_map() {
+    with_map(Kind::Frees, async |Rig { disk, handle, flushes, .. }| {
+        write(&disk, 0, &[7; 512]).await;
+        for _ in 0..2 {
+            disk.sync().await.unwrap();
+            assert_eq!(flushes.get(), 1);
+        }
+        handle.invalidate(4096..8192).await;
+        for _ in 0..2 {
+            disk.sync().await.unwrap();
+            assert_eq!(flushes.get(), 2);
+        }
+        // A durable write needs that flush, too, although its own place is known.
+        handle.invalidate(4096..8192).await;
+        for _ in 0..2 {
+            disk.write(Segments::from_bytes(&[8; 512]), 0, true).await.1.unwrap();
+            assert_eq!(flushes.get(), 3);
+        }
     });
 }
 

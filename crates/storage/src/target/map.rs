@@ -126,8 +126,12 @@ pub trait Map: 'static {
     /// Makes the new places of these parts durable, in whole granules. The data of the parts are
     /// durable already. Returns after its own sync. After an error the disk accepts no more writes.
     ///
-    /// Not called if no part was placed anew or freed since the last flush. The list is empty if
-    /// parts were only freed.
+    /// Not called if since the last flush no part was placed anew or freed, and the map has
+    /// invalidated nothing ([`Handle::invalidate`]). The list is empty if parts were only freed or
+    /// invalidated. So a map that changes its table for another reason invalidates the part after
+    /// the change, or makes the change durable itself.
+    ///
+    /// [`Handle::invalidate`]: super::Handle::invalidate
     fn flush(&self, moved: &[Range<u64>]) -> impl Future<Output = io::Result<()>>;
 
     /// Answers where a range lies that a guest discards or zeroes. The extents follow one another

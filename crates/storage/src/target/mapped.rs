@@ -378,6 +378,13 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         .into_result()
     }
 
+    /// Returns whether a durable write of a data file needs a sync of the disk, because the file is
+    /// in the page cache: the kernel reports a lost page to one sync only. If no data file bypasses
+    /// the page cache, the disk asks for no durable writes.
+    fn shares_sync(&self, file: usize) -> bool {
+        self.core.capabilities.direct && !self.files[file].capabilities().direct
+    }
+
     /// Syncs the data files that may be written.
     async fn sync_files(&self) -> io::Result<()> {
         let writable: Vec<bool> =
@@ -393,12 +400,12 @@ impl<S: Storage, A: Ask> Mapped<S, A> {
         if let Some(e) = self.core.lost() {
             return Err(e);
         }
-        let (moved, freed) = self.core.moved().take();
+        let (moved, is_changed) = self.core.moved().take();
         let moved = merged(moved);
         let data = self.sync_files().await;
         let has_data = data.is_ok();
         let result = match data {
-            Ok(()) if !moved.is_empty() || freed => {
+            Ok(()) if !moved.is_empty() || is_changed => {
                 self.ask.flush(moved.clone()).await.inspect_err(|e| self.core.note_error(e))
             }
             data => data,
@@ -478,7 +485,8 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
                 {
                     self.hit();
                     // What was placed anew needs the map, too, so that the write is durable.
-                    let needs_sync = durable && self.core.moved().is_pending();
+                    let needs_sync =
+                        durable && (self.core.moved().is_pending() || self.shares_sync(file));
                     let now = durable && !needs_sync;
                     let (segments, result) = self.write_all(segments, file, offset, now).await;
                     (segments, result, needs_sync)
@@ -545,30 +553,5 @@ fn merged(mut ranges: Vec<Range<u64>>) -> Vec<Range<u64>> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn extents_that_follow_one_another_are_one_operation() {
-        let at = |file, offset| Extent { len: 4096, place: Place::At { file, offset } };
-        let new = |offset, from| {
-            let fill = Fill::From { file: 0, offset: from };
-            Extent { len: 4096, place: Place::New { file: 1, offset, fill } }
-        };
-        let zero = Extent { len: 4096, place: Place::Zero };
-        let extents = vec![
-            at(0, 0),
-            at(0, 4096),
-            at(1, 8192),
-            at(1, 4096),
-            zero,
-            zero,
-            new(0, 8192),
-            new(4096, 12288),
-            new(8192, 0),
-        ];
-        let joined = Extent::joined::<()>(extents.into_iter().map(Ok));
-        let lens: Vec<_> = joined.unwrap().iter().map(|extent| extent.len / 4096).collect();
-        assert_eq!(lens, [2, 1, 1, 2, 2, 1]);
-    }
-}
+#[path = "mapped_tests.rs"]
+mod tests;

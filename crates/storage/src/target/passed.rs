@@ -168,7 +168,10 @@ impl Storage for Passed {
         }
         let called = self
             .call(move |device| Box::pin(async move { device.write_zeroes(offset, len).await }));
-        called.await.inspect_err(|e| self.end_if_late("write of zeroes", e))
+        match called.await.inspect_err(|e| self.end_if_late("write of zeroes", e))? {
+            true => Ok(()),
+            false => Err(io::ErrorKind::Unsupported.into()),
+        }
     }
 
     async fn set_len(&self, _: u64) -> io::Result<()> {
@@ -189,5 +192,58 @@ impl Storage for Passed {
 
     fn capabilities(&self) -> Capabilities {
         self.core.capabilities
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use blockyard_ring::{Executor, Handle, Lent};
+
+    use super::super::device::Device;
+    use super::super::shared::Fault;
+    use super::super::target::Shape;
+    use super::*;
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    /// Has no zeroes, and cannot flush.
+    struct Failing;
+
+    impl Device for Failing {
+        async fn read(&self, _: u64, _: Lent) -> io::Result<()> {
+            Ok(())
+        }
+
+        async fn write(&self, _: u64, _: Lent) -> io::Result<()> {
+            Ok(())
+        }
+
+        async fn flush(&self) -> io::Result<()> {
+            Err(io::Error::other("no idea"))
+        }
+    }
+
+    #[test]
+    fn a_device_without_zeroes_has_no_fault_in_the_log_before_its_first_error() {
+        let shape = Shape { size: 8192, granule: 4096 };
+        let (geometry, capabilities) = (Geometry::default(), Capabilities::default());
+        let core = Arc::new(Core::with("failing".into(), shape, 1, 0, geometry, capabilities));
+        let make = |_: &Handle| -> Boxed<'static, io::Result<Living>> {
+            Box::pin(async { Ok(Living::Device(Rc::new(Failing))) })
+        };
+        let worker = Arc::new(Worker::start(Box::new(make), LIMIT).unwrap());
+        let executor = Executor::new().unwrap();
+        let patience = Patience::new(executor.handle(), LIMIT);
+        let disk = Passed { core: core.clone(), worker, patience };
+        let work = async move {
+            let zeroed = disk.zero(0, 4096, true).await;
+            assert_eq!(zeroed.unwrap_err().kind(), io::ErrorKind::Unsupported);
+            assert!(!core.has_noted(Fault::Error));
+            disk.sync().await.unwrap_err();
+            assert!(core.has_noted(Fault::Error));
+        };
+        executor.block_on(work).unwrap();
     }
 }

@@ -33,25 +33,27 @@ pub(super) enum Fault {
     Late,
 }
 
-/// Parts that were placed anew and are not durable.
+/// Changes of the map's table that are not durable.
 #[derive(Debug, Default)]
 pub(super) struct Moved {
+    /// Parts that were placed anew.
     pub(super) list: Vec<Range<u64>>,
-    /// Whether the map has freed parts since the last flush.
-    pub(super) is_freed: bool,
-    /// Whether a flush has taken parts, and has not succeeded.
+    /// Whether the map has freed or invalidated parts since the last flush.
+    pub(super) is_changed: bool,
+    /// Whether a flush has taken changes, and has not succeeded.
     pub(super) is_flushing: bool,
 }
 
 impl Moved {
+    /// Returns whether only a flush of the map makes a write durable.
     pub(super) fn is_pending(&self) -> bool {
-        self.is_flushing || !self.list.is_empty()
+        self.is_flushing || self.is_changed || !self.list.is_empty()
     }
 
-    /// Returns what a flush makes durable: new places, and whether parts were freed.
+    /// Returns what a flush makes durable: new places, and whether there are other changes.
     pub(super) fn take(&mut self) -> (Vec<Range<u64>>, bool) {
-        self.is_flushing |= !self.list.is_empty();
-        (std::mem::take(&mut self.list), std::mem::take(&mut self.is_freed))
+        self.is_flushing = self.is_pending();
+        (std::mem::take(&mut self.list), std::mem::take(&mut self.is_changed))
     }
 }
 
@@ -189,6 +191,12 @@ impl Core {
         if self.noted.fetch_or(bit, Ordering::Relaxed) & bit == 0 {
             tracing::error!("target {}: {what}; later faults like this are not logged", self.name);
         }
+    }
+
+    /// Returns whether the log has a fault of this kind.
+    #[cfg(test)]
+    pub(super) fn has_noted(&self, fault: Fault) -> bool {
+        self.noted.load(Ordering::Relaxed) & (1 << fault as u32) != 0
     }
 
     pub(super) fn note_error(&self, error: &io::Error) {

@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Weak, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, Weak, mpsc};
 use std::time::Duration;
 
 use blockyard_ring::parcel::Parcel;
@@ -20,7 +20,7 @@ use super::mapped::{Ask, Mapped};
 use super::passed::Passed;
 use super::patience::Patience;
 use super::shared::{AskWorker, Core};
-use super::worker::{Living, Make, TargetEnd, Worker};
+use super::worker::{Living, Make, NotStarted, TargetEnd, Worker};
 use crate::boxed::AnyStore;
 use crate::cache::CacheMode;
 use crate::file::HostFile;
@@ -58,7 +58,8 @@ pub enum Access {
 /// How long Blockyard waits for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Limits {
-    /// Longest time for the start of the target.
+    /// Longest time for the start of the target. Then the disk is not served, and the target is
+    /// dropped as soon as its start waits for something or returns.
     pub start: Duration,
     /// Longest time for an answer. Then the request fails. The target goes on. `Duration::MAX`: no
     /// limit.
@@ -103,21 +104,31 @@ pub struct TargetError {
     name: String,
     what: String,
     source: Option<Box<dyn std::error::Error + Send + Sync>>,
+    end: Mutex<Option<TargetEnd>>,
 }
 
 impl TargetError {
     pub(super) fn new(kind: TargetErrorKind, name: &str, what: impl Into<String>) -> Self {
-        TargetError { kind, name: name.into(), what: what.into(), source: None }
+        let (name, what) = (name.into(), what.into());
+        TargetError { kind, name, what, source: None, end: Mutex::new(None) }
     }
 
     fn of_file(name: &str, error: OpenError) -> Self {
-        let what = error.to_string();
-        TargetError {
-            kind: TargetErrorKind::File,
-            name: name.into(),
-            what,
-            source: Some(error.into()),
-        }
+        let wrong = TargetError::new(TargetErrorKind::File, name, error.to_string());
+        TargetError { source: Some(error.into()), ..wrong }
+    }
+
+    fn of_start(name: &str, NotStarted { why, end }: NotStarted) -> Self {
+        let what = format!("it cannot start: {why}");
+        let wrong = TargetError::new(TargetErrorKind::Start, name, what);
+        TargetError { source: Some(why.into()), end: Mutex::new(end), ..wrong }
+    }
+
+    /// Returns what waits for the end of a target that has not started, once. It is public for
+    /// `Yard::serve` only, because a [`TargetEnd`] is no part of the library.
+    #[doc(hidden)]
+    pub fn end(&self) -> Option<TargetEnd> {
+        self.end.lock().unwrap_or_else(PoisonError::into_inner).take()
     }
 }
 
@@ -264,12 +275,8 @@ impl Target {
                 Err(e) => Box::pin(async { Err(e) }),
             }
         });
-        let worker = Worker::start(make, self.limits.start).map_err(|e| TargetError {
-            what: format!("it cannot start: {e}"),
-            source: Some(e.into()),
-            ..TargetError::new(TargetErrorKind::Start, &name, "")
-        })?;
-        let worker = Arc::new(worker);
+        let worker = Worker::start(make, self.limits.start);
+        let worker = Arc::new(worker.map_err(|e| TargetError::of_start(&name, e))?);
         let Target { limits, is_map, is_program, .. } = self;
         Ok(Arc::new(OpenTarget { core, worker, data, own, limits, is_map, is_program }))
     }
@@ -401,8 +408,13 @@ impl std::fmt::Debug for Core {
 
 impl Handle {
     /// Forgets where the granules of a range lie. When it returns, no request uses an earlier
-    /// answer any more, and the map may use the old place for something else. Change the map first.
-    /// Parts that are new and not durable stay where they are.
+    /// answer any more. Change the map first. Parts that are new and not durable stay where they
+    /// are.
+    ///
+    /// The next flush of the disk calls [`Map::flush`], also if no part has a new place. So a map
+    /// may write the change to its table there. The map may use the old place for something else
+    /// after this call and when its table is durable. Until then a power cut brings back the old
+    /// table.
     ///
     /// A map must not wait for this in [`Map::locate`], because the request that it waits for may
     /// wait for that answer. It may wait in [`Map::flush`] and [`Map::discard`], if it answers
@@ -415,7 +427,11 @@ impl Handle {
         if whole.is_empty() {
             return;
         }
+        // A flush that begins during the wait covers the change that the map has made.
+        core.moved().is_changed = true;
         core.let_go(&whole).await;
+        // It does not cover a change that the map makes when this returns.
+        core.moved().is_changed = true;
     }
 
     /// Changes the size of the disk, in bytes: a multiple of the granule. The program that serves

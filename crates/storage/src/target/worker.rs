@@ -14,6 +14,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::task::Poll;
+use std::thread::Builder;
 use std::time::Duration;
 
 use blockyard_ring::{Executor, Handle, Remote, threads};
@@ -43,6 +44,14 @@ pub(super) struct Worker {
     end: Mutex<Option<TargetEnd>>,
 }
 
+/// Why a target has not started.
+#[derive(Debug)]
+pub(super) struct NotStarted {
+    pub(super) why: io::Error,
+    /// The end of its thread, which may still have the target's files. None: there is no thread.
+    pub(super) end: Option<TargetEnd>,
+}
+
 /// The end of a target's thread.
 #[derive(Debug)]
 pub struct TargetEnd(mpsc::Receiver<()>);
@@ -69,42 +78,26 @@ impl Drop for Counted {
 }
 
 impl Worker {
-    /// Starts the thread, and waits until the target is made.
-    pub(super) fn start(make: Make, limit: Duration) -> io::Result<Self> {
-        let (sender, receiver) = mpsc::sync_channel(1);
+    /// Starts the thread, and waits until the target is made. If that takes too long, the thread
+    /// ends as soon as the target's start waits for something or returns.
+    pub(super) fn start(make: Make, limit: Duration) -> Result<Self, NotStarted> {
+        let (begun, begins) = mpsc::sync_channel(1);
+        let (made, is_made) = mpsc::sync_channel(1);
         let (alive, end) = mpsc::sync_channel(0);
+        let end = TargetEnd(end);
         // A reactor's thread may call this in a sandbox, and cannot start threads itself.
-        threads::spawn(std::thread::Builder::new().name("target".into()), move || {
-            // Dropped last.
-            let _alive = alive;
-            let executor = match Executor::new() {
-                Ok(executor) => executor,
-                Err(e) => return drop(sender.send(Err(e))),
-            };
-            let (handle, remote) = (executor.handle().clone(), executor.remote());
-            executor.handle().spawn(async move {
-                let made = caught(|| make(&handle)).await.unwrap_or_else(|| Err(panicked()));
-                let made = made.map(|target| TARGET.set(Some(target)));
-                let failed = made.is_err();
-                // If it took too long, the caller has gone.
-                let unwanted = sender.send(made.map(|()| remote)).is_err();
-                if failed || unwanted {
-                    handle.stop();
-                }
-            });
-            if let Err(e) = executor.run() {
-                tracing::error!("a target's thread has ended: {e}");
-            }
-            end_target();
-        })?;
-        let remote = receiver.recv_timeout(limit).map_err(|e| match e {
-            mpsc::RecvTimeoutError::Timeout => {
-                io::Error::new(io::ErrorKind::TimedOut, "it was not ready in time")
-            }
-            mpsc::RecvTimeoutError::Disconnected => io::Error::other("its thread has ended"),
-        })??;
-        let end = Mutex::new(Some(TargetEnd(end)));
-        Ok(Worker { remote, calls: Arc::default(), end })
+        let started = threads::spawn(Builder::new().name("target".into()), move || {
+            live(make, &begun, made);
+            // The files of the target are closed.
+            drop(alive);
+        });
+        if let Err(why) = started {
+            return Err(NotStarted { why, end: None });
+        }
+        match ready(&begins, &is_made, limit) {
+            Ok(remote) => Ok(Worker { remote, calls: Arc::default(), end: Mutex::new(Some(end)) }),
+            Err(why) => Err(NotStarted { why, end: Some(end) }),
+        }
     }
 
     /// Returns the end of the thread, once.
@@ -171,6 +164,53 @@ impl Drop for Worker {
             end_target();
             handle.stop();
         });
+    }
+}
+
+/// Makes a target on this thread, and runs its calls until it ends. Reports the executor, and then
+/// whether the target is made.
+fn live(
+    make: Make,
+    begun: &mpsc::SyncSender<io::Result<Remote>>,
+    made: mpsc::SyncSender<io::Result<()>>,
+) {
+    let executor = match Executor::new() {
+        Ok(executor) => executor,
+        Err(e) => return drop(begun.send(Err(e))),
+    };
+    let handle = executor.handle().clone();
+    executor.handle().spawn(async move {
+        let target = caught(|| make(&handle)).await.unwrap_or_else(|| Err(panicked()));
+        let result = target.map(|target| TARGET.set(Some(target)));
+        let failed = result.is_err();
+        // If it took too long, the caller has gone.
+        let unwanted = made.send(result).is_err();
+        if failed || unwanted {
+            handle.stop();
+        }
+    });
+    let _ = begun.send(Ok(executor.remote()));
+    if let Err(e) = executor.run() {
+        tracing::error!("a target's thread has ended: {e}");
+    }
+    end_target();
+}
+
+/// Waits until the target of a thread is made. If that takes longer than `limit`, ends the thread.
+fn ready(
+    begins: &mpsc::Receiver<io::Result<Remote>>,
+    is_made: &mpsc::Receiver<io::Result<()>>,
+    limit: Duration,
+) -> io::Result<Remote> {
+    let ended = || io::Error::other("its thread has ended");
+    let remote = begins.recv().map_err(|_| ended())??;
+    match is_made.recv_timeout(limit) {
+        Ok(made) => made.map(|()| remote),
+        Err(mpsc::RecvTimeoutError::Disconnected) => Err(ended()),
+        Err(mpsc::RecvTimeoutError::Timeout) => {
+            remote.run(|handle| handle.stop());
+            Err(io::Error::new(io::ErrorKind::TimedOut, "it was not ready in time"))
+        }
     }
 }
 

@@ -33,7 +33,10 @@ pub(super) enum LineError {
     Unasked,
     #[error("it sent an invalidation while {0} others wait")]
     Invalidations(u32),
-    #[error("it sent the size {0}, which is not a multiple of its granule")]
+    #[error(
+        "it sent the size {0}, which is no size of a disk (a multiple of its granule, 1 granule to \
+         2^62 bytes)"
+    )]
     Size(u64),
 }
 

@@ -47,6 +47,8 @@ enum GreetError {
     Late,
     #[error("it ended at its start")]
     Ended,
+    #[error("it sent a line of more than {MOST_LINE} bytes at its start")]
+    TooLong,
     #[error(transparent)]
     Line(#[from] LineError),
     #[error(transparent)]
@@ -175,8 +177,11 @@ fn greet(mut stream: &UnixStream) -> Result<(Shape, Hello), GreetError> {
     let (mut hello, mut line, deadline) = (Hello::default(), Vec::new(), Instant::now() + START);
     loop {
         let left = deadline.saturating_duration_since(Instant::now());
-        if left.is_zero() || line.len() > MOST_LINE {
+        if left.is_zero() {
             return Err(GreetError::Late);
+        }
+        if line.len() > MOST_LINE {
+            return Err(GreetError::TooLong);
         }
         stream.set_read_timeout(Some(left))?;
         let mut byte = [0];

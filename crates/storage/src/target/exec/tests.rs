@@ -44,6 +44,13 @@ fn read(target: &Arc<OpenTarget>) -> std::io::Result<usize> {
     executor.block_on(read).unwrap()
 }
 
+fn flush(target: &Arc<OpenTarget>) -> std::io::Result<()> {
+    let (executor, target) = (Executor::new().unwrap(), target.clone());
+    let handle = executor.handle().clone();
+    let flush = async move { target.storage(&handle)?.sync().await };
+    executor.block_on(flush).unwrap()
+}
+
 /// Reads a question, and answers it.
 fn answer(program: &UnixStream, question: &str, answer: &str) {
     let mut line = String::new();
@@ -147,6 +154,20 @@ fn invalidations_that_wait_are_bounded() {
 }
 
 #[test]
+fn an_invalidation_of_a_program_makes_the_next_flush_reach_it() {
+    let (started, _process, program) = started(true);
+    let target = open(started, Limits::default());
+    // Else this test hangs if no flush comes.
+    program.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    (&program).write_all(b"invalidate 0 4096\n").unwrap();
+    answer(&program, "invalidated 0 4096\n", "");
+    std::thread::scope(|scope| {
+        scope.spawn(|| answer(&program, "flush 1\n", "ok 1\n"));
+        flush(&target).unwrap();
+    });
+}
+
+#[test]
 fn a_program_without_space_says_so() {
     let (started, _process, program) = started(true);
     let target = open(started, Limits::default());
@@ -171,15 +192,17 @@ fn a_program_changes_its_size_and_the_next_server_knows_it() {
 }
 
 #[test]
-fn a_size_that_is_not_whole_granules_is_refused() {
-    for size in ["0", "4097"] {
+fn a_size_that_no_disk_can_have_is_refused() {
+    // The last one is 2^62 and a granule.
+    for size in ["0", "4097", "4611686018427392000"] {
         let (started, _process, program) = started(true);
         let target = open(started, Limits::default());
         let line = format!("size {size}\nok 1 4096 zero\n");
         std::thread::scope(|scope| {
             scope.spawn(|| answer(&program, "locate 1 r 0 4096\n", &line));
             let error = read(&target).unwrap_err().to_string();
-            assert!(error.contains("not a multiple of its granule"), "{error}");
+            let wanted = format!("it sent the size {size}, which is no size of a disk");
+            assert!(error.contains(&wanted), "{error}");
         });
         assert_eq!(target.size(), 8192);
     }
