@@ -61,6 +61,8 @@ pub struct Disk {
     pub(crate) on_device: bool,
     /// Whether a write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
+    /// Whether a sync runs, which may cover such writes.
+    pub(crate) is_syncing: AtomicBool,
     /// Number of bytes written to the page cache since the last sync.
     pub(crate) dirty: AtomicU64,
     /// Reason why writes fail; see [`Failure::Poisoned`].
@@ -151,6 +153,7 @@ impl Disk {
             flushes,
             cached,
             unsynced,
+            is_syncing: AtomicBool::new(false),
             dirties,
             on_device,
             dirty,
@@ -281,7 +284,8 @@ impl Disk {
             // The kernel refused the write before it did anything.
             _ if error.kind() == io::ErrorKind::InvalidInput => false,
             Failure::Unsupported | Failure::NoSpace => false,
-            _ => self.unsynced.load(Ordering::SeqCst),
+            // The order: a sync sets the second before it resets the first.
+            _ => self.unsynced.load(Ordering::SeqCst) || self.is_syncing.load(Ordering::SeqCst),
         }
     }
 

@@ -266,11 +266,11 @@ impl LocalDisk {
         result.map_err(|e| Failure::of(&e))
     }
 
-    /// Returns how long a queue must wait before it checks again whether it may take requests,
-    /// because the disk has a debt for requests that drains admitted. None: it may take requests.
+    /// Returns how long a queue must wait before it checks again whether it may take requests.
+    /// None: it may take requests. `is_idle`: the queue has no request in flight.
     #[inline]
-    pub fn queue_pause(&self) -> Option<Duration> {
-        self.throttle.queue_pause()
+    pub fn queue_pause(&self, is_idle: bool) -> Option<Duration> {
+        self.throttle.queue_pause(is_idle)
     }
 
     #[inline]
@@ -524,14 +524,20 @@ impl LocalDisk {
                 if self.disk.poisoned().is_some() {
                     return Err(io::Error::other("the disk is poisoned"));
                 }
+                // Until its end a durable write may get the report of a loss that this sync covers.
+                self.disk.is_syncing.store(true, Ordering::SeqCst);
                 // Reset the flag before the sync begins, because the sync may not cover writes that
                 // are acknowledged from here on.
                 let had_unsynced = self.disk.unsynced.swap(false, Ordering::SeqCst);
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
                 probe::sync_begin(self.disk.name());
-                let result = image.backend.flush().await;
+                let mut result = image.backend.flush().await;
                 probe::sync_end(self.disk.name(), result.is_ok());
+                if result.is_ok() && self.disk.poisoned().is_some() {
+                    result = Err(io::Error::other("the disk was poisoned during the flush"));
+                }
+                self.disk.is_syncing.store(false, Ordering::SeqCst);
                 match &result {
                     // All other writes are durable, and the next flush tries again.
                     Err(e) if IncompleteCluster::is_in(e) => self.disk.note_unsynced(),

@@ -436,15 +436,16 @@ impl Throttle {
     }
 
     /// Returns how long a queue of the disk must wait before it checks again whether it may take
-    /// requests. None: it may take requests.
+    /// requests. None: it may take requests. `is_idle`: the queue has no request in flight, so the
+    /// requests of other queues and clients that wait do not hold it.
     #[inline]
-    pub fn queue_pause(&self) -> Option<Duration> {
+    pub fn queue_pause(&self, is_idle: bool) -> Option<Duration> {
         if self.is_open() {
             return None;
         }
         self.pay_group();
-        let now = self.now();
-        let until = self.share.paused_until(now)?;
+        let (share, now) = (&self.share, self.now());
+        let until = if is_idle { share.owes_until(now) } else { share.paused_until(now) }?;
         Some(Duration::from_nanos(until - now).min(MAX_SLEEP))
     }
 }
@@ -494,7 +495,7 @@ impl Drop for DeviceWait<'_> {
                     share.granted(now, now, self.operation, &self.token),
                 );
             } else {
-                share.withdraw(self.throttle.now());
+                share.withdraw(self.throttle.now(), self.operation);
             }
             // The token may still be in the device's wait list, so it must not be reused.
             return;

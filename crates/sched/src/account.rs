@@ -315,9 +315,9 @@ impl Account {
         f64::from_bits(self.weight.load(Relaxed))
     }
 
-    /// Sets the effective weight. `device`: the device's virtual time. By what the disk is ahead of
-    /// it, it was charged at the old weight.
-    pub fn set_weight(&self, weight: f64, device: u64) {
+    /// Sets the effective weight. Returns whether it has changed. `device`: the device's virtual
+    /// time. By what the disk is ahead of it, it was charged at the old weight.
+    pub fn set_weight(&self, weight: f64, device: u64) -> bool {
         let weight = weight.max(MIN_WEIGHT);
         let old = self.weight();
         if old > 0.0 && old != weight {
@@ -330,6 +330,7 @@ impl Account {
         self.weight.store(weight.to_bits(), Relaxed);
         self.virtual_rate
             .store(((1u64 << (20 + FRACTION_BITS)) as f64 / weight).round() as u64, Relaxed);
+        old != weight
     }
 
     /// Sets the disk's part of the device, 0 to 1, and the device's capacity, in nanoseconds of
@@ -345,10 +346,21 @@ impl Account {
         (service as f64 / f64::from_bits(self.due.load(Relaxed))) as u64
     }
 
+    /// Returns the disk's share of the device in the last period, in nanoseconds of cost a
+    /// nanosecond.
+    pub fn rate(&self) -> f64 {
+        f64::from_bits(self.rate.load(Relaxed))
+    }
+
     /// Returns how long the disk's share of the device takes to cover `cost`. Both are in
     /// nanoseconds.
     pub fn time_of(&self, cost: u64) -> u64 {
-        (cost as f64 / f64::from_bits(self.rate.load(Relaxed))) as u64
+        (cost as f64 / self.rate()) as u64
+    }
+
+    /// Returns the cost in nanoseconds that a unit of virtual time is worth to the disk.
+    pub fn worth(&self) -> f64 {
+        self.weight() / f64::from(1u32 << 20)
     }
 
     /// Returns the latency target of the disk or of its group in nanoseconds. 0: none.
@@ -439,6 +451,16 @@ impl Account {
     /// Sets the cost, in nanoseconds, by which the disk may exceed its share.
     pub fn set_margin(&self, cost: u64) {
         self.margin.store(self.virtual_cost(cost), Relaxed);
+    }
+
+    /// Returns the cost, in nanoseconds, by which the disk may exceed its share.
+    pub fn margin(&self) -> u64 {
+        (self.margin.load(Relaxed) as f64 * self.worth()) as u64
+    }
+
+    /// Reverts the charge of an operation that does not begin.
+    pub fn refund(&self, cost: u64) {
+        self.start_tag.fetch_sub(self.virtual_cost(cost), Relaxed);
     }
 
     /// Returns whether the disk's next operation takes room that the disks in the queue share. A

@@ -30,12 +30,19 @@ pub struct ShareState {
     /// What the disk owes to the limits of its group, by their names: operations or bytes.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub group_owed: BTreeMap<String, u64>,
+    /// The part of `group_owed` that drains have admitted. `None`: all, or nothing is owed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub group_forced: Option<BTreeMap<String, u64>>,
     /// What disks owed that are gone. The first disk of the group carries it.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub group_orphans: BTreeMap<String, u64>,
     /// Time until the debt to the limits is paid, and the debt to the device.
     pub limits_debt_ns: u64,
     pub device_debt_ns: u64,
+    /// Cost of the debt to the device. `None`: there is none, or an older server has written the
+    /// state, which knew only the time.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_debt_cost_ns: Option<u64>,
     // See `Figures`.
     pub owed_ns: u64,
     pub used_ns: u64,
@@ -142,6 +149,59 @@ mod tests {
         force(&old, 50);
         hand_over(&old, &free);
         assert_eq!(free.paused_until(NEW), None);
+    }
+
+    /// Returns two disks that have just used a device.
+    fn neighbours(now: Time) -> [crate::ReactorShare; 2] {
+        let host = Host::default();
+        let device = Some(("d", &crate::DeviceProfile::FLASH));
+        let disks = [(); 2].map(|()| host.share(device, None, &Knobs::default()).on_reactor());
+        for disk in &disks {
+            disk.done(now, disk.ask(now, &READ).unwrap());
+        }
+        disks
+    }
+
+    #[test]
+    fn a_debt_to_the_device_is_paid_at_the_next_server() {
+        let ([old, _beside_old], [new, _beside_new]) = (neighbours(OLD), neighbours(NEW));
+        force(&old, 1000);
+        let owed = old.paused_until(OLD).unwrap() - OLD;
+        hand_over(&old, &new);
+        assert_eq!(new.paused_until(NEW), Some(NEW + owed));
+        // An older server knows only the time.
+        let [new, _beside] = neighbours(NEW);
+        let state = ShareState { device_debt_ns: SECOND, ..ShareState::default() };
+        new.continue_from(NEW, &state);
+        let owed = new.paused_until(NEW).unwrap() - NEW;
+        assert!((SECOND / 20..=SECOND).contains(&owed), "{owed}");
+    }
+
+    /// What an NBD client owes holds no queue.
+    #[test]
+    fn the_next_server_knows_what_drains_have_admitted() {
+        let group = iops(100, None);
+        let disks =
+            [(); 3].map(|()| Host::default().share(None, Some(("g", &group)), &Knobs::default()));
+        let [drained, other, unknown] = &disks;
+        let large = Operation { requests: 50, ..READ };
+        let states = [true, false].map(|is_drained| {
+            let old = Host::default().share(None, Some(("g", &group)), &Knobs::default());
+            match is_drained {
+                true => force(&old, 50),
+                false => old.limit(OLD, &large, &old.new_flow()).unwrap(),
+            }
+            let state = old.hand_over(OLD);
+            assert!(!state.group_owed.is_empty());
+            state
+        });
+        drained.continue_from(NEW, &states[0]);
+        other.continue_from(NEW, &states[1]);
+        // An older server does not say it.
+        unknown.continue_from(NEW, &ShareState { group_forced: None, ..states[1].clone() });
+        let paused = disks.each_ref().map(|disk| disk.paused_until(NEW).is_some());
+        assert_eq!(paused, [true, false, true]);
+        assert!(disks.iter().all(|disk| disk.owes_group()));
     }
 
     #[test]

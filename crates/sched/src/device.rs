@@ -48,8 +48,8 @@ use crate::wait_list::{WaitList, WaitToken, Waiter, before, later};
 /// A disk without operations for this long (nanoseconds) is absent: it is not a neighbour, and a
 /// disk that remains has the device to itself.
 const ABSENT_NS: u64 = 10_000_000_000;
-/// A disk without operations for this long (nanoseconds) leaves its part of its group's weight to
-/// the others.
+/// A disk without operations for this long (nanoseconds), and for two control periods, leaves its
+/// part of its group's weight to the others.
 const QUIET_NS: u64 = 100_000_000;
 /// Largest cost, in nanoseconds, by which a reservation may let a disk exceed its share.
 const MAX_RESERVATION_LEAD_NS: u64 = 10_000_000;
@@ -151,11 +151,13 @@ pub struct Grant {
     /// Whether the operation counts in the window.
     is_queued: bool,
     /// Whether the operation takes no room of the window.
-    is_forced: bool,
+    pub(crate) is_forced: bool,
     /// Whether the device has not worked for the operation.
     is_idle: bool,
     /// Whether a gap follows the operation.
     is_large: bool,
+    /// Whether a drain has admitted the operation before the limits did.
+    pub(crate) owes_limits: bool,
 }
 
 impl Grant {
@@ -370,8 +372,6 @@ impl Device {
         }
         Grant {
             is_queued,
-            is_forced: false,
-            is_idle: false,
             is_large: self.count_large(account, cost, operation),
             cost_ns: cost,
             arrived: now,
@@ -381,6 +381,7 @@ impl Device {
                 && self.forced.load(Relaxed) == 0
                 && !self.was_shared.load(Relaxed),
             probe: self.quiet_probe.load(Relaxed),
+            ..Grant::default()
         }
     }
 
@@ -466,11 +467,10 @@ impl Device {
             arrived,
             began: now,
             class,
-            was_alone: false,
             is_queued: token.takes_room(),
-            is_idle: false,
             is_forced,
             probe: self.quiet_probe.load(Relaxed),
+            ..Grant::default()
         }
     }
 
@@ -573,19 +573,10 @@ impl Device {
         cost
     }
 
-    /// Returns whether the disk exceeds its share while another disk waits for the device.
-    pub(crate) fn is_ahead(&self, account: &Account) -> bool {
-        let waits = self.waiting.load(SeqCst) as u64 > account.waiting.load(Relaxed);
-        waits && self.is_shared() && !account.is_within_share(self.virtual_time.0.load(SeqCst))
-    }
-
-    /// Returns the time in which the disk's share of the device covers `cost`, in nanoseconds.
-    pub(crate) fn time_of(&self, account: &Account, cost: u64) -> u64 {
-        if self.is_shared() { account.time_of(cost) } else { 0 }
-    }
-
+    /// Returns the time in which the disk's share of the device covers an operation, in
+    /// nanoseconds.
     pub(crate) fn duration_of(&self, account: &Account, operation: &Operation) -> u64 {
-        self.time_of(account, self.costs.of_request(operation))
+        if self.is_shared() { account.time_of(self.costs.of_request(operation)) } else { 0 }
     }
 }
 

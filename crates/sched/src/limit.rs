@@ -139,12 +139,12 @@ impl Limiter {
         Ok(())
     }
 
-    /// Adds an operation that cannot wait to what the disk owes.
+    /// Adds an operation that a drain admits to what the disk owes.
     pub fn owe(&self, operation: &Operation, owed: &Owed) {
         if !self.is_unlimited() {
             let meters = self.generation(self.changes.load(Acquire));
             let amounts = amounts(operation);
-            counted(meters, &amounts).for_each(|(limit, _, amount)| owed.add_to(limit, amount));
+            counted(meters, &amounts).for_each(|(limit, _, amount)| owed.force_to(limit, amount));
         }
     }
 
@@ -294,16 +294,25 @@ impl Limiter {
     }
 
     /// Refunds a charge, because the operation does not begin. The reason lies outside these
-    /// limits. `owed`: what the disk owes to these limits, if they are those of its group.
-    pub fn refund(&self, operation: &Operation, flow: Option<&Flow>, owed: Option<&Owed>) {
+    /// limits.
+    pub fn refund(&self, operation: &Operation, flow: Option<&Flow>) {
+        self.refund_part(operation, flow, |_, _| 0);
+    }
+
+    /// Like [`Limiter::refund`] for a disk of a group. `reduce` reduces what the disk owes to a
+    /// limit by at most an amount, and returns by how much.
+    pub fn refund_part(
+        &self,
+        operation: &Operation,
+        flow: Option<&Flow>,
+        reduce: impl Fn(usize, u64) -> u64,
+    ) {
         if self.is_unlimited() {
             return;
         }
         let mut amounts = amounts(operation);
-        if let Some(owed) = owed {
-            for (limit, amount) in amounts.iter_mut().enumerate() {
-                *amount -= owed.remove_from(limit, *amount);
-            }
+        for (limit, amount) in amounts.iter_mut().enumerate() {
+            *amount -= reduce(limit, *amount);
         }
         self.refund_amounts(&amounts, flow);
     }

@@ -8,14 +8,14 @@ use std::cell::Cell;
 use std::marker::PhantomData;
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::{AtomicU64, Ordering::Relaxed};
 use std::task::Waker;
 
 use crate::Time;
 use crate::account::{Account, Counters};
 use crate::carried::{MAX_DEBT_NS, MAX_SUM_NS, ShareState};
 use crate::cost::Operation;
-use crate::debt::Debt;
+use crate::debt::{Debt, MIN_PART};
 use crate::device::{Device, Grant};
 use crate::group::Group;
 use crate::knobs::Knobs;
@@ -56,8 +56,6 @@ pub struct Share {
     group_flow: Option<Arc<Flow>>,
     /// What the disk owes to the limits of its group.
     owed: Owed,
-    /// A drain has made the debt to the group, so the queues take nothing until it is paid.
-    holds_queues: AtomicBool,
     device: Option<Arc<Device>>,
     debt: Debt,
     /// End offset of the disk's last operation in bytes, on a rotational device.
@@ -76,7 +74,6 @@ impl Share {
             limiter: Limiter::new(&knobs.limits),
             group_flow,
             owed: Owed::default(),
-            holds_queues: AtomicBool::new(false),
             device,
             debt: Debt::default(),
             position: AtomicU64::new(u64::MAX),
@@ -124,7 +121,9 @@ impl Share {
         self.debt.limits_changed(self.limiter.opens());
         match &self.device {
             Some(device) => device.reweigh(now),
-            None => self.account.set_weight(f64::from(self.account.own_weight()), 0),
+            None => {
+                self.account.set_weight(f64::from(self.account.own_weight()), 0);
+            }
         }
     }
 
@@ -174,7 +173,7 @@ impl Share {
         }
         self.limiter.take(now, operation, Some(flow))?;
         let taken = group.limiter.take_part(now, operation, self.group_flow.as_deref(), &self.owed);
-        taken.inspect_err(|_| self.limiter.refund(operation, Some(flow), None))
+        taken.inspect_err(|_| self.limiter.refund(operation, Some(flow)))
     }
 
     /// Returns whether the disk must pay what it owes to its group ([`Share::pay_group`]). Until
@@ -221,7 +220,9 @@ impl Share {
     }
 
     /// Records that an operation which waited for the device was cancelled before it was admitted.
-    pub fn withdraw(&self, now: Time) {
+    /// Refunds what its limits have charged.
+    pub fn withdraw(&self, now: Time, operation: &Operation) {
+        self.refund_limits(operation, false);
         if let Some(device) = &self.device {
             device.withdraw(now);
         }
@@ -244,12 +245,28 @@ impl Share {
 
     /// Reverts an admission, because the operation does not begin.
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
-        self.limiter.refund(operation, None, None);
-        if let Some(group) = &self.account.group {
-            group.limiter.refund(operation, self.group_flow.as_deref(), Some(&self.owed));
-        }
+        self.refund_limits(operation, grant.owes_limits);
         if let Some(device) = &self.device {
-            device.release_grant(&self.account, now, &grant);
+            if grant.is_forced {
+                self.debt.forgive_device(grant.cost_ns);
+            }
+            device.refund(&self.account, now, &grant);
+        }
+    }
+
+    /// Refunds an operation to the limits of the disk and its group. `is_forced`: a drain has
+    /// admitted it before the limits did.
+    fn refund_limits(&self, operation: &Operation, is_forced: bool) {
+        self.limiter.refund(operation, None);
+        if is_forced {
+            self.debt.limits_changed(self.limiter.opens());
+        }
+        if let Some(group) = self.group_limiter() {
+            let reduce = |limit, most| match is_forced {
+                true => self.owed.remove_from(limit, most),
+                false => self.owed.take_back(limit, most),
+            };
+            group.refund_part(operation, self.group_flow.as_deref(), reduce);
         }
     }
 
@@ -299,11 +316,13 @@ impl Share {
         self.debt.owe_limits(self.limiter.force(now, operation));
         if let Some(group) = self.group_limiter() {
             group.owe(operation, &self.owed);
-            self.holds_queues.store(!self.owed.is_zero(), Relaxed);
         }
-        let Some(device) = &self.device else { return Grant::default() };
-        let grant = device.force(&self.account, now, operation);
-        self.debt.owe_device(now, device.time_of(&self.account, grant.cost_ns));
+        let mut grant = self.device.as_ref().map_or_else(Grant::default, |device| {
+            let grant = device.force(&self.account, now, operation);
+            self.owe_device(device, now, grant.cost_ns);
+            grant
+        });
+        grant.owes_limits = true;
         grant
     }
 
@@ -312,7 +331,15 @@ impl Share {
     pub fn release(&self, now: Time) {
         if let Some(device) = &self.device {
             let cost = device.release(&self.account, now);
-            self.debt.owe_device(now, device.time_of(&self.account, cost));
+            self.owe_device(device, now, cost);
+        }
+    }
+
+    /// Adds `cost` nanoseconds to the debt to the device. A disk that has the device to itself owes
+    /// nothing.
+    fn owe_device(&self, device: &Device, now: Time, cost: u64) {
+        if device.is_shared() {
+            self.debt.owe_device(now, cost, &device.payment(&self.account));
         }
     }
 
@@ -336,30 +363,41 @@ impl Share {
     /// many operations wait that a drain would admit too much. None: they may take requests.
     #[inline]
     pub fn paused_until(&self, now: Time) -> Option<Time> {
-        if self.holds_queues.load(Relaxed) {
-            if self.owes_group() {
-                return Some(now + OWED_CHECK_NS);
-            }
-            self.holds_queues.store(false, Relaxed);
+        self.owes_until(now).or_else(|| self.debt.full_until(now))
+    }
+
+    /// Like [`Share::paused_until`] for a queue without a request in flight: only a debt holds it.
+    /// Otherwise clients that always have many operations waiting, such as those of NBD, would hold
+    /// it for ever.
+    #[inline]
+    pub fn owes_until(&self, now: Time) -> Option<Time> {
+        if self.group_flow.is_some() && self.owed.is_forced() {
+            return Some(now + OWED_CHECK_NS);
         }
-        self.debt.paused_until(now, || {
-            self.device.as_ref().is_some_and(|device| device.is_ahead(&self.account))
-        })
+        let device = self.device.as_ref();
+        self.debt.paid_at(now, || device.map(|device| device.standing(&self.account, now)))
     }
 
     /// Moves the state of the share to the next server. No operation of the disk is in flight.
     pub fn hand_over(&self, now: Time) -> ShareState {
-        let [limits_debt_ns, device_debt_ns] = self.debt.left(now);
+        let device_debt = self.device.as_ref().map(|device| {
+            let payment = device.payment(&self.account);
+            self.debt.device_left(now, &payment)
+        });
+        let (device_debt_ns, device_debt_cost_ns) = device_debt.unwrap_or_default();
         let group = self.account.group();
+        let group_forced = (!self.owed.is_zero()).then(|| self.owed.forced());
         let figures = self.figures();
         ShareState {
             limits: self.limiter.hand_over(now),
             group: group.map(|group| group.name().into()),
             group_limits: group.map(|group| group.limiter.hand_over(now)).unwrap_or_default(),
             group_owed: self.owed.hand_over(),
+            group_forced,
             group_orphans: group.map(|group| group.orphans.hand_over()).unwrap_or_default(),
-            limits_debt_ns,
+            limits_debt_ns: self.debt.limits_left(now),
             device_debt_ns,
+            device_debt_cost_ns: Some(device_debt_cost_ns).filter(|cost| *cost > 0),
             owed_ns: figures.owed_ns,
             used_ns: figures.used_ns,
             donated_ns: figures.donated_ns,
@@ -380,13 +418,16 @@ impl Share {
             group.limiter.continue_from(now, &state.group_limits);
             group.limiter.continue_owed(&state.group_owed, &self.owed);
             group.limiter.continue_owed(&state.group_orphans, &group.orphans);
-            self.holds_queues.store(!self.owed.is_zero(), Relaxed);
+            self.owed.continue_forced(state.group_forced.as_ref());
         }
         self.debt.owe_limits(now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS)));
         // The debt is not longer than the limits of this server make it.
         self.debt.limits_changed(self.limiter.opens());
-        if self.device.is_some() {
-            self.debt.owe_device(now, state.device_debt_ns.min(MAX_DEBT_NS));
+        if let Some(device) = &self.device {
+            // An older server knew only the time. At least this much of it is cost.
+            let least = (state.device_debt_ns as f64 * MIN_PART) as u64;
+            let cost = state.device_debt_cost_ns.unwrap_or(least).min(MAX_DEBT_NS);
+            self.debt.owe_device(now, cost, &device.payment(&self.account));
         }
         let sums = &self.account.sums;
         for (sum, more) in [

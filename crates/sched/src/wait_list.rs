@@ -161,6 +161,19 @@ impl WaitList {
         }
     }
 
+    /// Lowers the start tags in the heap to those that `tag_of` returns, after the start tags of
+    /// disks have changed. A tag that is too low stays: [`crate::device`] corrects it when it pops
+    /// the disk.
+    pub fn lower_tags(&mut self, tag_of: impl Fn(usize) -> Option<u64>) {
+        let mut heads = std::mem::take(&mut self.heads).into_vec();
+        for head in &mut heads {
+            if let Some(tag) = tag_of(head.disk).filter(|tag| before(*tag, head.tag)) {
+                head.tag = tag;
+            }
+        }
+        self.heads = heads.into();
+    }
+
     /// Wakes the first operation of each disk that waits, without admitting it.
     pub fn wake_first(&self) {
         let mut disks = self.disks();
@@ -231,6 +244,18 @@ mod tests {
         wait_list.push_head(1, near_end.wrapping_add(7));
         let order: Vec<_> = std::iter::from_fn(|| pop(&mut wait_list)).collect();
         assert_eq!(order, [(2, 2), (1, 11), (0, 0)]);
+    }
+
+    #[test]
+    fn a_lower_tag_changes_the_order_and_a_higher_one_does_not() {
+        let mut wait_list = WaitList::default();
+        for disk in 0..4 {
+            wait_list.push(disk, 10 * disk as u64, waiter(disk as u64));
+        }
+        let tags = [Some(100), None, Some(20), Some(5)];
+        wait_list.lower_tags(|disk| tags[disk]);
+        let order: Vec<_> = std::iter::from_fn(|| wait_list.pop_head()).collect();
+        assert_eq!(order, [(0, 0), (3, 5), (1, 10), (2, 20)]);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
 #[derive(Clone, Debug)]
 pub enum JobKind {
     /// Puts an overlay on the image. The image no longer changes from then on.
-    Snapshot(SnapshotOptions),
+    Snapshot(Box<SnapshotOptions>),
     /// Copies the topmost image's data into its backing image, and empties the topmost one.
     Commit,
     /// Copies the data of all backing images into the topmost one, which then needs none.

@@ -77,6 +77,7 @@ pub struct DiskSettings {
     pub knobs: Knobs,
     /// What an earlier server has counted, and the state of its limits.
     pub carried: Option<Arc<Carried>>,
-    /// Exports start in this order.
+    /// Exports start in this order. If one fails, those before it end. So an export with a client
+    /// that must not be lost comes last.
     pub ways: Vec<Arc<dyn Way>>,
 }

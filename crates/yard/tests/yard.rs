@@ -401,7 +401,7 @@ fn jobs_end_before_their_disk() {
     yard.add(disk("none", "ram:1M", Vec::new())).unwrap();
     let overlay = stage.folder.join("overlay.qcow2");
     let options = SnapshotOptions { unrecorded: true, ..SnapshotOptions::new(&overlay) };
-    let snapshot = yard.start_job("a", JobKind::Snapshot(options)).unwrap();
+    let snapshot = yard.start_job("a", JobKind::Snapshot(options.into())).unwrap();
     snapshot.wait().unwrap();
     assert!(yard.list()[0].images.contains("overlay.qcow2"), "{:?}", yard.list());
     let commit = yard.start_job("a", JobKind::Commit).unwrap();

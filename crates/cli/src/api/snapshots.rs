@@ -20,6 +20,7 @@ use blockyard_yard::{Job, JobKind};
 use toml::{Table, Value};
 
 use super::words;
+use crate::journals;
 use crate::options::disk::DiskArgs;
 use crate::persist::Prepared;
 use crate::server::Server;
@@ -129,12 +130,15 @@ impl Server {
     pub(super) fn start_snapshot(&self, name: &str, snapshot: Snapshot) -> Answer<Job> {
         check_overlay(&snapshot.overlay, snapshot.persist)?;
         let Snapshot { overlay, unrecorded, persist } = snapshot;
-        let options = SnapshotOptions { unrecorded, ..SnapshotOptions::new(overlay) };
+        // A disk of a toolstack is not in the book.
+        let mode = self.book.find(name).map(|entry| entry.args.crash_safety).unwrap_or_default();
+        let crash_safety = journals::safety(mode);
+        let options = SnapshotOptions { unrecorded, crash_safety, ..SnapshotOptions::new(overlay) };
         if persist { self.start_kept(name, options) } else { self.start_job(name, options) }
     }
 
     fn start_job(&self, name: &str, options: SnapshotOptions) -> Answer<Job> {
-        self.yard.start_job(name, JobKind::Snapshot(options)).map_err(words::problem)
+        self.yard.start_job(name, JobKind::Snapshot(options.into())).map_err(words::problem)
     }
 
     /// Starts a snapshot that also names the overlay in the configuration.

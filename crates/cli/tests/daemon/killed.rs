@@ -24,7 +24,7 @@ const KILLS: u64 = 2;
 /// Kills come at most this long after the begin of the work.
 const LATEST: u64 = 40_000;
 
-/// A qcow2 overlay of a raw base, served with an API.
+/// A qcow2 overlay of a raw base, or the base itself, served with an API.
 struct Server {
     folder: Folder,
     state: StateFolder,
@@ -35,13 +35,23 @@ struct Server {
 }
 
 impl Server {
-    fn new() -> Self {
+    fn of_overlay() -> Self {
         let folder = Folder::new();
-        let base = folder.join("base.img");
-        std::fs::write(&base, pattern(77, SIZE as usize)).unwrap();
+        std::fs::write(folder.join("base.img"), pattern(77, SIZE as usize)).unwrap();
         let image = folder.join("0.qcow2");
         let top = image.to_str().unwrap();
         blockyard(["image", "create", "-q", "-F", "raw", "-b", "base.img", top]).good();
+        Server::of(folder, image)
+    }
+
+    fn of_raw() -> Self {
+        let folder = Folder::new();
+        let image = folder.join("base.img");
+        std::fs::write(&image, pattern(77, SIZE as usize)).unwrap();
+        Server::of(folder, image)
+    }
+
+    fn of(folder: Folder, image: PathBuf) -> Self {
         let state = StateFolder::new();
         let images = vec![image];
         let mut server = Server { folder, state, images, daemon: None, overlays: 0 };
@@ -156,19 +166,23 @@ pub fn kills(ordinary: u64) -> u64 {
     given.map_or(ordinary, |text| text.parse().expect("BLOCKYARD_KILLS is a number"))
 }
 
-fn killed_during(kind: &str) {
-    let kills = kills(KILLS);
-    let (mut server, mut rng) = (Server::new(), Rng::new(kind.len() as u64));
-    let load = LoadOptions {
+/// Returns a verified load that never flushes, and goes on after a kill.
+fn load(server: &Server) -> LoadOptions {
+    LoadOptions {
         rw: Pattern::Randrw,
         depth: 16,
         size: Some(SIZE),
         runtime: 3600.0,
-        flush_every: 200,
         verify: true,
         reconnect: true,
         ..LoadOptions::for_socket(server.socket())
-    };
+    }
+}
+
+fn killed_during(kind: &str) {
+    let kills = kills(KILLS);
+    let (mut server, mut rng) = (Server::of_overlay(), Rng::new(kind.len() as u64));
+    let load = LoadOptions { flush_every: 200, ..load(&server) };
     let report = std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         let over = Over(&load.over);
@@ -209,6 +223,33 @@ fn a_kill_during_a_resize_leaves_the_old_size_or_the_new_one() {
 #[test]
 fn a_kill_during_a_snapshot_leaves_the_image_or_its_overlay() {
     killed_during("snapshot");
+}
+
+/// The disk began with an image that has no metadata.
+#[test]
+fn a_kill_after_a_snapshot_of_a_raw_image_loses_no_answered_write() {
+    let mut server = Server::of_raw();
+    let load = load(&server);
+    let report = std::thread::scope(|scope| {
+        let client = scope.spawn(|| measure(&load));
+        let over = Over(&load.over);
+        server.daemon.as_ref().unwrap().until_goes_on(16);
+        server.snapshot();
+        for served in [1000, 500] {
+            server.daemon.as_ref().unwrap().until_served_more_than(served, "write", "");
+            assert!(server.state.journals() > 0, "the overlay has no journal");
+            server.kill();
+            server.start();
+            server.daemon.as_ref().unwrap().until_goes_on(16);
+        }
+        drop(over);
+        client.join().unwrap().unwrap()
+    });
+    assert_eq!((report.errors, report.first_error, report.reconnects), (0, None, 2));
+    assert!(report.verified_blocks > 500, "{} blocks: no load", report.verified_blocks);
+    server.daemon.take().unwrap().stop();
+    assert_eq!(server.state.journals(), 0, "a journal is left after a clean end");
+    is_clean(server.images.last().unwrap());
 }
 
 #[test]

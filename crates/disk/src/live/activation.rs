@@ -227,6 +227,7 @@ impl Worker {
             let mut options = options.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
             options.path = chain.top().file.path().to_path_buf();
             options.format = Some(chain.top().format);
+            options.crash_safety = chain.options().crash_safety.clone();
         }
         let image = Source::Inactive(Arc::new(InactiveImage::of(&source)));
         quiesced.exchange(&image, None)?;

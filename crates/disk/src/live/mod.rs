@@ -31,6 +31,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
 
+use blockyard_image::journal::CrashSafety;
 use blockyard_image::tools::Progress;
 use blockyard_image::{Chain, ChainError, ImageError};
 use blockyard_ring::{Executor, Handle};
@@ -173,9 +174,14 @@ struct Worker {
 impl Worker {
     /// Returns the disk's chain of images.
     fn chain(&self) -> Result<Arc<Chain>, Why> {
+        self.chain_below(CrashSafety::default())
+    }
+
+    /// Like `chain`. `crash_safety`: that of an overlay which is put on a raw image.
+    fn chain_below(&self, crash_safety: CrashSafety) -> Result<Arc<Chain>, Why> {
         match self.disk.source() {
             Source::Chain(chain) => Ok(chain),
-            Source::File(file) => Ok(Arc::new(Chain::of_raw(&file))),
+            Source::File(file) => Ok(Arc::new(Chain::of_raw(&file, crash_safety))),
             source => {
                 check_open(&source)?;
                 Err(Why::NotPossible("the disk has no image".into()))

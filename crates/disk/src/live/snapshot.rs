@@ -17,6 +17,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::{fmt, io};
 
+use blockyard_image::journal::CrashSafety;
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::{Chain, GrownChain};
 
@@ -51,14 +52,18 @@ pub struct SnapshotOptions {
     /// export, a file system without extended attributes). Without the record, a later start that
     /// names the old image may write beneath the overlay.
     pub unrecorded: bool,
+    /// How the changed metadata of an overlay on a raw image survive a death of the process. A
+    /// chain of images keeps its own setting.
+    pub crash_safety: CrashSafety,
     /// What a later start reads, if it shall name the overlay.
     pub start_record: Option<Arc<dyn StartRecord>>,
 }
 
 impl SnapshotOptions {
     pub fn new(overlay: impl Into<PathBuf>) -> Self {
-        let (shape, start_record) = (None, None);
-        SnapshotOptions { overlay: overlay.into(), shape, unrecorded: false, start_record }
+        let (shape, start_record, crash_safety) = Default::default();
+        let (overlay, unrecorded) = (overlay.into(), false);
+        SnapshotOptions { overlay, shape, unrecorded, crash_safety, start_record }
     }
 }
 
@@ -74,7 +79,7 @@ impl Disk {
 
 impl Worker {
     async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
-        let old = self.chain()?;
+        let old = self.chain_below(options.crash_safety.clone())?;
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
         let local_disk = self.local_disk(&self.disk.source())?;
         // A flush now leaves little for the flush during the quiesce.

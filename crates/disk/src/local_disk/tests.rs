@@ -8,6 +8,7 @@ use crate::backend::Source;
 use std::cell::Cell;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
+use std::task::Poll;
 
 use blockyard_image::{Alignment, CacheMode, ImageFile, OpenOptions, Raw, Storage, Store};
 use blockyard_ring::Executor;
@@ -158,16 +159,21 @@ fn a_flush_without_an_image_fails_and_does_not_poison_the_disk() {
     });
 }
 
-/// A storage that cannot be reached now and then, and that loses nothing then.
-struct Keeping(SimDisk);
+/// A storage with syncs that a test holds back.
+struct Odd {
+    disk: SimDisk,
+    /// It cannot be reached now and then, and loses nothing then.
+    keeps_unsynced: bool,
+    may_sync: Rc<Cell<bool>>,
+}
 
-impl Storage for Keeping {
+impl Storage for Odd {
     fn read(
         &self,
         segments: Segments,
         offset: u64,
     ) -> impl Future<Output = (Segments, io::Result<usize>)> {
-        self.0.read(segments, offset)
+        self.disk.read(segments, offset)
     }
     fn write(
         &self,
@@ -175,36 +181,55 @@ impl Storage for Keeping {
         offset: u64,
         durable: bool,
     ) -> impl Future<Output = (Segments, io::Result<usize>)> {
-        self.0.write(segments, offset, durable)
+        self.disk.write(segments, offset, durable)
     }
-    fn sync(&self) -> impl Future<Output = io::Result<()>> {
-        self.0.sync()
+    async fn sync(&self) -> io::Result<()> {
+        until(|| self.may_sync.get()).await;
+        self.disk.sync().await
     }
     fn discard(&self, offset: u64, len: u64) -> impl Future<Output = io::Result<()>> {
-        self.0.discard(offset, len)
+        self.disk.discard(offset, len)
     }
     fn zero(&self, offset: u64, len: u64, unmap: bool) -> impl Future<Output = io::Result<()>> {
-        self.0.zero(offset, len, unmap)
+        self.disk.zero(offset, len, unmap)
     }
     fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>> {
-        self.0.set_len(len)
+        self.disk.set_len(len)
     }
     fn len(&self) -> impl Future<Output = io::Result<u64>> {
-        self.0.len()
+        self.disk.len()
     }
     fn keeps_unsynced(&self) -> bool {
-        true
+        self.keeps_unsynced
     }
+}
+
+/// Returns a disk on a simulated one, and what holds its syncs back.
+fn odd(keeps_unsynced: bool) -> (SimDisk, LocalDisk, Rc<Cell<bool>>) {
+    let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+    let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
+    let may_sync = Rc::new(Cell::new(true));
+    let storage = Odd { disk: sim.clone(), keeps_unsynced, may_sync: may_sync.clone() };
+    let raw = Raw::on(Store::other(storage), Alignment { memory_align: 1, offset_align: 1 });
+    (sim, LocalDisk::new(disk, Backend::Raw(raw), None), may_sync)
+}
+
+/// Other tasks run until the condition is true.
+async fn until(condition: impl Fn() -> bool) {
+    std::future::poll_fn(|context| {
+        if condition() {
+            return Poll::Ready(());
+        }
+        context.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await
 }
 
 /// An image on an NBD server in an outage: the flush fails, and a later one succeeds.
 #[test]
 fn a_failed_flush_that_loses_nothing_does_not_poison_the_disk() {
-    let sim = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
-    let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
-    let raw =
-        Raw::on(Store::other(Keeping(sim.clone())), Alignment { memory_align: 1, offset_align: 1 });
-    let served = LocalDisk::new(disk, Backend::Raw(raw), None);
+    let (sim, served, _) = odd(true);
     run(async move {
         assert_eq!(ask(&served, WRITE, 0, 512).await, Ok(()));
         sim.fail(Fault::new(SimOp::Sync, 5));
@@ -257,6 +282,27 @@ fn a_failed_durable_write_poisons_the_disk_if_other_writes_may_be_lost() {
         assert_eq!(ask(&served, DURABLE, 512, 512).await, Err(Failure::Io));
         assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
     });
+}
+
+/// The device may report to the write what it has lost of the flush.
+#[test]
+fn a_durable_write_that_fails_beside_a_flush_fails_the_flush() {
+    let (disk, served, may_sync) = odd(false);
+    let (served, sim) = (Rc::new(served), Sim::new(1));
+    may_sync.set(false);
+    let flusher = served.clone();
+    let flush = sim.spawn(async move {
+        assert_eq!(ask(&flusher, WRITE, 0, 512).await, Ok(()));
+        ask(&flusher, Op::Flush, 0, 0).await
+    });
+    let answers = sim.block_on(async move {
+        until(|| served.disk().is_syncing.load(Ordering::SeqCst)).await;
+        disk.fail(Fault::new(SimOp::Write, 5));
+        let written = ask(&served, DURABLE, 512, 512).await;
+        may_sync.set(true);
+        (written, flush.await, ask(&served, WRITE, 512, 512).await)
+    });
+    assert_eq!(answers.unwrap(), (POISONED, POISONED, POISONED));
 }
 
 /// In the page cache durable writes share syncs, and no two syncs run at the same time: the kernel

@@ -72,7 +72,7 @@ fn a_drain_admits_the_waiting_requests_and_no_later_ones() {
         stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3]);
         assert_eq!(stage.come(2).await, [1, 2, 3], "later requests wait, even during the drain");
-        assert!(stage.throttle.queue_pause().is_some(), "the admitted requests are a debt");
+        assert!(stage.throttle.queue_pause(false).is_some(), "the admitted requests are a debt");
         stage.throttle.drain();
         assert_eq!(stage.passed().await, [1, 2, 3, 4, 5]);
     });
@@ -84,33 +84,81 @@ fn at_the_end_of_an_export_every_request_is_admitted() {
         assert_eq!(stage.come(2).await, [1]);
         stage.throttle.suspend();
         assert_eq!(stage.come(2).await, [1, 2, 3, 4]);
-        assert!(stage.throttle.queue_pause().is_some(), "queues take no further ones in debt");
+        assert!(stage.throttle.queue_pause(false).is_some(), "queues take no further ones in debt");
         stage.throttle.resume();
         assert_eq!(stage.come(1).await, [1, 2, 3, 4]);
-        assert!(stage.throttle.queue_pause().is_some());
+        assert!(stage.throttle.queue_pause(false).is_some());
     });
 }
 
 #[test]
 fn a_request_that_stops_waiting_no_longer_counts() {
     run(async |stage| {
-        assert!(stage.throttle.queue_pause().is_none());
+        assert!(stage.throttle.queue_pause(false).is_none());
         let number = stage.throttle.arrive();
         drop(stage.throttle.enter(&WRITE, number).await);
         assert!(
-            stage.throttle.queue_pause().is_none(),
+            stage.throttle.queue_pause(false).is_none(),
             "an operation that was admitted in time is no debt"
         );
         let number = stage.throttle.arrive();
         let mut waiting = Box::pin(stage.throttle.enter(&WRITE, number));
         assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
         assert!(
-            stage.throttle.queue_pause().is_some(),
+            stage.throttle.queue_pause(false).is_some(),
             "more than half a minute of waiting operations"
         );
+        assert!(stage.throttle.queue_pause(true).is_none(), "they hold no queue that is idle");
         drop(waiting);
-        assert!(stage.throttle.queue_pause().is_none());
+        assert!(stage.throttle.queue_pause(false).is_none());
     });
+}
+
+/// A queue that stops withdraws its requests, and the guest or the next server sends them again.
+#[test]
+fn a_request_that_stops_waiting_for_the_device_has_used_no_limit() {
+    for in_group in [false, true] {
+        let executor = Executor::simulated().unwrap();
+        let handle = executor.handle().clone();
+        executor.block_on(async move { stops_waiting(&handle, in_group).await }).unwrap();
+    }
+}
+
+async fn stops_waiting(handle: &Handle, in_group: bool) {
+    let (host, free) = (Host::default(), Knobs::default());
+    let disk = || {
+        let group = in_group.then_some(("g", &free));
+        let share = host.share(Some(("d", &DeviceProfile::FLASH)), group, &free);
+        Throttle::new(share, Some(handle.clone()), false)
+    };
+    let (polite, busy) = (disk(), disk());
+    let held = polite.enter(&READ, polite.arrive()).await;
+    let mut admitted = Vec::new();
+    loop {
+        let mut request = Box::pin(busy.enter(&READ, busy.arrive()));
+        match poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx))).await {
+            Poll::Ready(admission) => admitted.push(admission),
+            Poll::Pending => break,
+        }
+        assert!(admitted.len() < 100_000, "the window admits everything");
+    }
+    // A read takes a second of the limit. A group is charged a twentieth of it at once.
+    let bps = Some(Limit { rate: READ.bytes, max: None, length: Duration::from_secs(1) });
+    let limited = Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() };
+    let share = busy.share();
+    match in_group {
+        true => host.set_group("g", &limited, busy.read_clock()),
+        false => share.set(&limited, busy.read_clock()),
+    }
+    let limit = || share.limit(busy.read_clock(), &READ, &share.new_flow());
+    let mut waiting = Box::pin(busy.enter(&READ, busy.arrive()));
+    assert!(poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await);
+    assert!(limit().is_err(), "the request has used the limit, and waits for the device");
+    assert_eq!(share.owes_group(), in_group);
+    drop(waiting);
+    assert!(!share.owes_group());
+    assert_eq!(limit(), Ok(()));
+    drop((admitted, held));
 }
 
 #[test]

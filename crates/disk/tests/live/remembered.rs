@@ -5,6 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use blockyard_disk::{SnapshotOptions, Source};
+use blockyard_image::journal::CrashSafety;
 use blockyard_image::tools::{self, Progress};
 use blockyard_image::{CacheMode, Chain, ChainOptions, Overlaid};
 use blockyard_ring::Executor;
@@ -88,7 +89,7 @@ fn an_overlay_that_was_never_used_leaves_no_record() {
     };
     let executor = Executor::new().unwrap();
     let (handle, overlay) = (executor.handle().clone(), scratch.path("top.qcow2"));
-    let chain = Chain::of_raw(&file);
+    let chain = Chain::of_raw(&file, CrashSafety::default());
     let mut grown = executor
         .block_on(async move { chain.grow(&handle, &overlay, None).await })
         .unwrap()

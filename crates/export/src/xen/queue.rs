@@ -261,7 +261,8 @@ impl Queue {
             let takes = !stopping && !self.broken.get();
             // A request that completes frees its buffer, and signals `wake`.
             let takes = takes && self.room() > 0;
-            let held_back = if takes { self.served.queue_pause() } else { None };
+            let is_idle = self.in_flight.get() == 0;
+            let held_back = if takes { self.served.queue_pause(is_idle) } else { None };
             if takes && held_back.is_none() {
                 if self.barrier.get().is_some() {
                     if self.in_flight.get() == 0 {

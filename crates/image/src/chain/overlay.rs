@@ -25,6 +25,7 @@ use super::names::{Allowed, MAX_DEPTH};
 use super::open::Chain;
 use super::options::ChainOptions;
 use crate::error::ImageError;
+use crate::journal::CrashSafety;
 use crate::layers::format::Format;
 use crate::layers::meta::Meta;
 use crate::qcow2::{self, CreateOptions, Header, Preallocation, Qcow2, Qcow2Options};
@@ -121,13 +122,14 @@ impl GrownChain {
 }
 
 impl Chain {
-    /// Returns a chain of one raw image.
-    pub fn of_raw(file: &Arc<ImageFile>) -> Chain {
+    /// Returns a chain of one raw image. `crash_safety`: that of an overlay which is put on it.
+    pub fn of_raw(file: &Arc<ImageFile>, crash_safety: CrashSafety) -> Chain {
         let options = ChainOptions {
             format: Some(Format::Raw),
             read_only: file.read_only(),
             cache: file.cache(),
             journal: file.journal().cloned(),
+            crash_safety,
             ..ChainOptions::new(file.path())
         };
         let layer = ChainLayer {

@@ -2,7 +2,7 @@
 //! visits.
 //!
 //! ```text
-//!   all ── first operation ──► active ── idle for 100 ms, and no lead ──► resting
+//!   all ── first operation ──► active ── idle for a while, and no lead ─► resting
 //!                                ▲                                          │
 //!                                └──────────── next operation ──────────────┤
 //!                                    absent ◄── no operation for 10 s ──────┘
@@ -17,7 +17,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::sync::atomic::Ordering::Relaxed;
 
-use super::{ABSENT_NS, QUIET_NS};
+use super::ABSENT_NS;
 use crate::Time;
 use crate::account::Account;
 use crate::wait_list::before;
@@ -118,6 +118,10 @@ impl Accounts {
             let _ = account
                 .start_tag
                 .fetch_update(Relaxed, Relaxed, |own| before(own, tag).then_some(tag));
+            // A period may be long, if no disk has sent an operation meanwhile.
+            if !account.is_idle() {
+                account.busy_at.store(now, Relaxed);
+            }
             let busy_at = account.busy_at.load(Relaxed);
             let rests = account.is_idle() && now > busy_at + period;
             if rests && account.awake.swap(false, Relaxed) {
@@ -144,14 +148,14 @@ impl Accounts {
         }
     }
 
-    /// Removes the disks from the active ones that have rested. `tag`: the device's virtual time,
-    /// if the device is shared. What a disk was charged beyond it is a lead, which a period must
-    /// not forget.
-    pub fn retire(&mut self, now: Time, tag: Option<u64>) {
+    /// Removes the disks from the active ones that have rested for `quiet` nanoseconds. `tag`: the
+    /// device's virtual time, if the device is shared. What a disk was charged beyond it is a lead,
+    /// which a period must not forget.
+    pub fn retire(&mut self, now: Time, quiet: u64, tag: Option<u64>) {
         self.active.retain(|account| {
             let has_lead = || tag.is_some_and(|tag| before(tag, account.start_tag.load(Relaxed)));
             let stays = account.awake.load(Relaxed)
-                || account.is_busy(now, QUIET_NS)
+                || account.is_busy(now, quiet)
                 || !account.is_idle()
                 || has_lead();
             account.is_active.store(stays, Relaxed);

@@ -1,7 +1,8 @@
 //! Operations that take no room of the window: those that a drain admits, because they cannot wait,
 //! and those that last much longer than the device works for them.
 //!
-//! In: operations of a disk with a queue that is drained, or that last long. Out: their grants.
+//! In: operations of a disk with a queue that is drained, or that last long. Out: their grants, and
+//! what pays the disk's debt for them ([`crate::debt`]).
 //!
 //! What must hold: other disks never wait until such an operation has ended. Its cost is charged to
 //! its disk. The disk owes the cost of what a drain admits.
@@ -9,14 +10,15 @@
 //! They slow down all that is in flight, also what fills the window. So while one of them is in
 //! flight, each disk may have one operation in flight, whatever the window has room for.
 
-use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::Ordering::{Relaxed, SeqCst};
 
 use super::accounts::Accounts;
 use super::{Advance, Device, Grant};
 use crate::Time;
 use crate::account::Account;
 use crate::cost::Operation;
-use crate::wait_list::WaitList;
+use crate::debt::{MIN_PART, Payment, Standing};
+use crate::wait_list::{WaitList, later};
 
 impl Device {
     /// Admits an operation that cannot wait.
@@ -33,8 +35,51 @@ impl Device {
             began: now,
             class,
             is_forced: true,
-            is_idle: false,
             ..Grant::default()
+        }
+    }
+
+    /// Reverts an admission, because the operation does not begin: takes its cost off the disk's
+    /// start tag, and frees its part of the window.
+    pub(crate) fn refund(&self, account: &Account, now: Time, grant: &Grant) {
+        account.refund(grant.cost_ns);
+        if account.waiting.load(Relaxed) > 0 {
+            // Operations of the disk may have begun to wait with the higher tag.
+            let tag = later(account.start_tag.load(Relaxed), self.virtual_time.0.load(SeqCst));
+            let number = account.number();
+            self.state().wait_list.lower_tags(|disk| (disk == number).then_some(tag));
+        }
+        self.release_grant(account, now, grant);
+    }
+
+    /// Returns what pays the disk's debt at present, by its part of the device in the last control
+    /// period.
+    pub(crate) fn payment(&self, account: &Account) -> Payment {
+        Payment {
+            virtual_time: self.virtual_time.0.load(SeqCst),
+            worth: account.worth(),
+            rate: account.rate(),
+        }
+    }
+
+    /// Returns how a disk with a debt stands among the disks that use the device now.
+    #[cold]
+    pub(crate) fn standing(&self, account: &Account, now: Time) -> Standing {
+        let state = self.state();
+        // Without operations no control period ends, and all disks stay awake.
+        let ended = self.next_period_at.load(Relaxed).saturating_add(state.window.period());
+        let works =
+            |other: &Account| !other.is_idle() || (other.awake.load(Relaxed) && now <= ended);
+        let others = state.accounts.active().filter(|other| other.number() != account.number());
+        let weights: f64 = others.filter(|other| works(other)).map(|other| other.weight()).sum();
+        let part = account.weight() / (account.weight() + weights);
+        let rate = state.window.capacity() * part.max(MIN_PART);
+        let waiting = self.waiting.load(SeqCst) as u64;
+        Standing {
+            payment: Payment { rate, ..self.payment(account) },
+            margin: account.margin(),
+            others_work: self.is_shared() && weights > 0.0,
+            others_wait: self.is_shared() && waiting > account.waiting.load(Relaxed),
         }
     }
 

@@ -13,6 +13,7 @@ use crate::Time;
 use crate::account::Account;
 use crate::group::Group;
 use crate::in_flight_window::{PROTECTION_NS, PeriodStats};
+use crate::wait_list::later;
 
 /// A disk that gets this multiple of its share of what completes counts as over its share.
 const MUCH: f64 = 1.5;
@@ -92,27 +93,38 @@ impl Device {
     /// Divides the weight of each group among its busy disks (as blk-iocost flattens its
     /// hierarchy). A disk that is not active gets its weight when it begins to work.
     pub(super) fn update_weights(&self, state: &mut State, now: Time) {
+        let quiet = quiet_ns(state);
         let State { accounts, group_weights, .. } = state;
         group_weights.clear();
-        for account in accounts.active().filter(|account| account.is_busy(now, QUIET_NS)) {
+        for account in accounts.active().filter(|account| account.is_busy(now, quiet)) {
             if let Some(group) = account.group() {
                 *group_weights.entry(address(group)).or_default() +=
                     u64::from(account.own_weight());
             }
         }
         let device = self.virtual_time.0.load(SeqCst);
+        let mut has_changed = false;
         for account in state.accounts.active() {
-            account.set_weight(weight_of(state, account, now), device);
+            has_changed |= account.set_weight(weight_of(state, account, now), device);
+        }
+        if has_changed {
+            // Operations that wait already have tags of the old weights.
+            let State { accounts, wait_list, .. } = state;
+            let tag_of = |account: &Arc<Account>| later(account.start_tag.load(Relaxed), device);
+            wait_list.lower_tags(|disk| accounts.get(disk).map(tag_of));
         }
     }
 
-    /// Updates the effective weights after a change of knobs.
+    /// Updates the effective weights after a change of knobs, also for operations that wait.
     pub(crate) fn reweigh(&self, now: Time) {
         let mut state = self.state();
         self.update_weights(&mut state, now);
         let device = self.virtual_time.0.load(SeqCst);
         let rest = state.accounts.all().filter(|account| !account.is_active.load(Relaxed));
-        rest.for_each(|account| account.set_weight(weight_of(&state, account, now), device));
+        for account in rest {
+            account.set_weight(weight_of(&state, account, now), device);
+        }
+        self.admit_waiters(&mut state, now);
     }
 
     /// Returns the effective weight of a disk, also of one that is not active.
@@ -166,7 +178,8 @@ impl Device {
         // The device may have been idle before. Measure at most the last two periods.
         let stats =
             take_stats(state, now, elapsed.min(2 * state.window.period()), self.max_held_ns);
-        state.accounts.retire(now, self.is_shared().then_some(tag));
+        let quiet = quiet_ns(state);
+        state.accounts.retire(now, quiet, self.is_shared().then_some(tag));
         self.was_shared.store(stats.busy_disks > 1, Relaxed);
         let stats = PeriodStats { in_flight_ns: self.in_flight.0.load(Relaxed), ..stats };
         self.watch_stalls(state, now, &stats);
@@ -267,8 +280,16 @@ fn weight_of(state: &State, account: &Account, now: Time) -> f64 {
     let own = u64::from(account.own_weight());
     let Some(group) = account.group() else { return own as f64 };
     let busy = state.group_weights.get(&address(group)).copied().unwrap_or(0);
-    let sum = if account.is_busy(now, QUIET_NS) { busy } else { busy + own };
+    // The times of two reactors differ a little, so the sum may lack a disk that seems busy.
+    let sum = if account.is_busy(now, quiet_ns(state)) { busy.max(own) } else { busy + own };
     f64::from(group.weight()) * own as f64 / sum as f64
+}
+
+/// Returns the time in nanoseconds after which a disk without operations leaves its part of its
+/// group's weight to the others. A control period notes only at its end which disks were busy, so
+/// the time is at least two periods.
+fn quiet_ns(state: &State) -> u64 {
+    QUIET_NS.max(2 * state.window.period())
 }
 
 fn address(group: &Arc<Group>) -> usize {

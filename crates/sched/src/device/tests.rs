@@ -38,7 +38,7 @@ fn a_wait_that_is_cancelled_ends_the_probe() {
     accounts[1].is_over_share.store(true, Relaxed);
     device.begin_probe(&mut device.state(), NOW);
     assert!(device.state().probe.is_on() && accounts[1].held.load(Relaxed));
-    one.withdraw(NOW + 1);
+    one.withdraw(NOW + 1, &SMALL);
     assert!(!device.state().probe.is_on() && !accounts[1].held.load(Relaxed));
 }
 
@@ -200,6 +200,58 @@ fn a_higher_weight_shortens_the_lead_of_a_disk() {
     account.start_tag.store(device.wrapping_sub(lead), Relaxed);
     account.set_weight(100.0, device);
     assert_eq!(device.wrapping_sub(account.start_tag.load(Relaxed)), lead);
+}
+
+/// Its operation waits with the tag of the old weight.
+#[test]
+fn a_higher_weight_reaches_an_operation_that_waits() {
+    let [one, two] = neighbours();
+    let device = one.device().unwrap();
+    let _ = one.ask(NOW, &SMALL).unwrap();
+    let of_two: Vec<_> = std::iter::from_fn(|| two.ask(NOW, &SMALL)).collect();
+    let tokens: [Arc<WaitToken>; 2] = Default::default();
+    let virtual_time = device.virtual_time.0.load(SeqCst);
+    let waits = [(&one, &tokens[0], 1_u64 << 40), (&two, &tokens[1], 1 << 39)];
+    for (at, (disk, token, lead)) in waits.into_iter().enumerate() {
+        accounts(device)[at].start_tag.store(virtual_time.wrapping_add(lead), Relaxed);
+        disk.wait(NOW, &SMALL, token, Waker::noop());
+        assert!(!token.is_granted(), "the window is full");
+    }
+    one.set(&Knobs { weight: 400, ..Knobs::default() }, NOW);
+    let granted = || tokens.each_ref().map(|token| token.is_granted());
+    for grant in of_two {
+        two.done(NOW, grant);
+        if granted() != [false; 2] {
+            break;
+        }
+    }
+    assert_eq!(granted(), [true, false], "its lead is a quarter of what it was");
+}
+
+/// A control period of this device is as long as a disk may rest before it leaves its part of the
+/// weight to the others.
+#[test]
+fn the_busy_disks_of_a_group_divide_its_weight_on_a_rotational_device() {
+    const STEP: u64 = DeviceClass::ROTATIONAL.period_ns / 10;
+    let host = Host::default();
+    let (device, group) = (Some(("d", &DeviceProfile::ROTATIONAL)), Knobs::default());
+    let members =
+        [(); 2].map(|()| host.share(device, Some(("g", &group)), &Knobs::default()).on_reactor());
+    let work = |steps: std::ops::Range<u64>, members: &[ReactorShare]| {
+        for now in steps.map(|step| NOW + step * STEP) {
+            for member in members {
+                if let Some(grant) = member.ask(now, &SMALL) {
+                    member.done(now, grant);
+                }
+            }
+        }
+    };
+    // Control periods are short at first.
+    work(0..400, &members);
+    assert_eq!(members.each_ref().map(|member| member.figures().weight), [50.0; 2]);
+    // One of them rests.
+    work(400..500, &members[..1]);
+    assert_eq!(members[0].figures().weight, 100.0);
 }
 
 /// A drain admits operations without a limit. Other disks must not wait for their end.

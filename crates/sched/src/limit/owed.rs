@@ -4,7 +4,8 @@
 //! large one, or one that a drain admitted. Out: slices that the group's buckets are charged, one
 //! after another. What must hold: the disk begins nothing that uses a limit to which it owes
 //! something. The other disks of the group wait for a few slices, and not until all is paid,
-//! because each slice waits for its turn among the disks ([`Flow`](super::Flow)).
+//! because each slice waits for its turn among the disks ([`Flow`](super::Flow)). The disk pays
+//! first what drains have admitted, because its queues take no requests until then.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
@@ -14,39 +15,88 @@ use super::{LIMITS, NAMES};
 
 /// Amounts that are owed, for each limit.
 #[derive(Debug, Default)]
-pub struct Owed([AtomicU64; LIMITS]);
+pub struct Owed {
+    amounts: [AtomicU64; LIMITS],
+    /// The part of the amounts that drains have admitted. Another thread may change an amount
+    /// between the changes of both, so a part counts only up to its amount.
+    forced: [AtomicU64; LIMITS],
+}
+
+fn add(owed: &AtomicU64, amount: u64) {
+    if amount > 0 {
+        let _ = owed.fetch_update(Relaxed, Relaxed, |owed| Some(owed.saturating_add(amount)));
+    }
+}
+
+/// Removes at most `most`. Returns what was removed.
+fn remove(owed: &AtomicU64, most: u64) -> u64 {
+    let left = |owed: u64| Some(owed.saturating_sub(most));
+    owed.fetch_update(Relaxed, Relaxed, left).unwrap_or_else(|owed| owed).min(most)
+}
 
 impl Owed {
     pub fn is_zero(&self) -> bool {
-        self.0.iter().all(|owed| owed.load(Relaxed) == 0)
+        self.amounts.iter().all(|owed| owed.load(Relaxed) == 0)
+    }
+
+    /// Returns whether a part is owed that drains have admitted.
+    pub fn is_forced(&self) -> bool {
+        let mut all = self.forced.iter().zip(&self.amounts);
+        all.any(|(forced, owed)| forced.load(Relaxed) > 0 && owed.load(Relaxed) > 0)
     }
 
     /// Returns whether something is owed to a limit of which this is an amount.
     pub fn has(&self, amounts: &[u64; LIMITS]) -> bool {
-        self.0.iter().zip(amounts).any(|(owed, amount)| *amount > 0 && owed.load(Relaxed) > 0)
+        self.amounts.iter().zip(amounts).any(|(owed, amount)| *amount > 0 && owed.load(Relaxed) > 0)
     }
 
     pub fn of(&self, limit: usize) -> u64 {
-        self.0[limit].load(Relaxed)
+        self.amounts[limit].load(Relaxed)
     }
 
     pub fn add_to(&self, limit: usize, amount: u64) {
-        if amount > 0 {
-            let more = |owed: u64| Some(owed.saturating_add(amount));
-            let _ = self.0[limit].fetch_update(Relaxed, Relaxed, more);
-        }
+        add(&self.amounts[limit], amount);
     }
 
-    /// Removes at most this amount. Returns what was removed.
+    /// Adds an amount that a drain has admitted.
+    pub fn force_to(&self, limit: usize, amount: u64) {
+        self.add_to(limit, amount);
+        add(&self.forced[limit], amount);
+    }
+
+    /// Removes at most this amount, first of what drains have admitted. Returns what was removed.
     pub fn remove_from(&self, limit: usize, most: u64) -> u64 {
-        let left = |owed: u64| Some(owed.saturating_sub(most));
-        let before = self.0[limit].fetch_update(Relaxed, Relaxed, left);
-        before.unwrap_or_else(|owed| owed).min(most)
+        let removed = remove(&self.amounts[limit], most);
+        remove(&self.forced[limit], removed);
+        removed
     }
 
-    /// Moves all to another one.
+    /// Removes at most this amount, because an operation does not begin that no drain has admitted.
+    /// Returns what was removed.
+    pub fn take_back(&self, limit: usize, most: u64) -> u64 {
+        remove(&self.amounts[limit], most)
+    }
+
+    /// Moves all to another one. There it does not count as admitted by drains.
     pub fn move_to(&self, other: &Owed) {
         (0..LIMITS).for_each(|limit| other.add_to(limit, self.remove_from(limit, u64::MAX)));
+    }
+
+    /// Returns what drains have admitted, by the names of the limits.
+    pub fn forced(&self) -> BTreeMap<String, u64> {
+        let all = NAMES.iter().zip(&self.forced).zip(&self.amounts);
+        let all = all.map(|((name, forced), owed)| {
+            (name.to_string(), forced.load(Relaxed).min(owed.load(Relaxed)))
+        });
+        all.filter(|(_, amount)| *amount > 0).collect()
+    }
+
+    /// Notes which part of the amounts drains have admitted at another server. `None`: all.
+    pub fn continue_forced(&self, forced: Option<&BTreeMap<String, u64>>) {
+        for (limit, name) in NAMES.iter().enumerate() {
+            let most = forced.map_or(u64::MAX, |all| all.get(*name).copied().unwrap_or(0));
+            self.forced[limit].store(most.min(self.of(limit)), Relaxed);
+        }
     }
 
     /// Moves all to the next server, by the names of the limits.
@@ -159,6 +209,24 @@ mod tests {
         assert!(longest <= 40 * MS, "{} ms", longest / MS);
         took(paid, 30_000 * MS * 10 / 9);
         assert_eq!(one.paused_until(paid), None);
+    }
+
+    /// An NBD client of the disk writes all the time. Each request owes something to the limit, and
+    /// begins in the same moment in which the disk has paid for the last one.
+    #[test]
+    fn a_client_that_goes_on_does_not_keep_the_queues_paused_after_a_drain() {
+        const TICK: u64 = 20 * MS;
+        let [one] = disks(bps());
+        let _ = one.force(BEGIN, &write(RATE / 1000 * 1004));
+        let (flow, mut now, mut begun) = (one.new_flow(), BEGIN, 0);
+        while one.paused_until(now).is_some() {
+            now += TICK;
+            assert!(now < BEGIN + 10_000 * MS, "the queues are paused after {begun} requests");
+            begun += u32::from(one.limit(now, &write(RATE / 1000 * 210), &flow).is_ok());
+        }
+        assert!(begun == 1 && one.owes_group(), "{begun} requests");
+        // A bucket of 10 ms pays at most so much in a tick.
+        assert!(now >= BEGIN + 100 * TICK, "{} ms", (now - BEGIN) / MS);
     }
 
     #[test]

@@ -151,7 +151,7 @@ fn all_limits_are_charged_or_none() {
     let limiter = Limiter::new(&iops(Limit::of(70_001)));
     for _ in 0..1_000_000 {
         limiter.take(0, &read(0), None).unwrap();
-        limiter.refund(&read(0), None, None);
+        limiter.refund(&read(0), None);
     }
     assert_eq!(greedy(&limiter, 0, S, 0, || read(0)).len(), 70_001 + 700);
 }
@@ -217,7 +217,7 @@ fn a_debt_of_any_size_is_paid() {
     assert_eq!(limiter.take(0, &read(512), None), Err(100 * S - 1500 * MS));
     limiter.force(0, &read(1 << 20));
     assert_eq!(limiter.take(0, &read(512), None), Err(101 * S - 1500 * MS));
-    limiter.refund(&read(1 << 20), None, None);
+    limiter.refund(&read(1 << 20), None);
     assert_eq!(limiter.take(100 * S - 1500 * MS, &read(512), None), Ok(()));
 }
 
@@ -276,7 +276,7 @@ fn several_reactors_together_get_the_rate_of_one() {
                     if limiter.take(now, &operation, None).is_ok() {
                         // Some admitted operations are refunded.
                         if random.below(4) == 0 {
-                            limiter.refund(&operation, None, None);
+                            limiter.refund(&operation, None);
                         } else {
                             passed = [passed[0] + 1, passed[1] + bytes];
                         }
@@ -457,7 +457,7 @@ proptest! {
                 let _ = limiter.take(now, &operation, None);
                 limiter.force(now, &operation);
             }
-            limiter.refund(&operation, None, None);
+            limiter.refund(&operation, None);
         }
         limiter.set(&iops(Limit::of(1)));
         limiter.set(&limits);

@@ -6,7 +6,7 @@ mod figures;
 mod model;
 mod orders;
 
-use blockyard_sched::{Knobs, OperationKind};
+use blockyard_sched::{DeviceClass, Knobs, OperationKind};
 use model::{Got, Guest, MS, Model, S, Simulation, run};
 
 fn thrasher() -> Guest {
@@ -144,9 +144,15 @@ fn reservations_precede_shares() {
 #[test]
 fn a_group_has_one_share_for_all_its_disks() {
     let group = Some(("g", Knobs { weight: 100, ..Knobs::default() }));
-    let member = |weight| Guest { group: group.clone(), ..Guest::reads(64) }.weighing(weight);
-    let got = run(Model::PLAIN, &[member(100), member(300), Guest::reads(64)]);
-    within(&got, &[1.0, 3.0, 4.0], 0.03);
+    // The window of a rotational device is larger.
+    let classes = [(DeviceClass::FLASH, 64, 0.03), (DeviceClass::ROTATIONAL, 1024, 0.05)];
+    for (class, depth, tolerance) in classes {
+        let guest = || Guest::reads(depth);
+        let member = |weight| Guest { group: group.clone(), ..guest() }.weighing(weight);
+        let model = Model { class, ..Model::PLAIN };
+        let got = run(model, &[member(100), member(300), guest()]);
+        within(&got, &[1.0, 3.0, 4.0], tolerance);
+    }
 }
 
 #[test]

@@ -316,6 +316,45 @@ fn a_quiesce_holds_the_requests_that_the_throttle_admits() {
     });
 }
 
+/// Drains a disk with requests that wait for its limit, beside a disk on the same device. Returns
+/// what the disk owes to the device: during the quiesce, if there is one, and after the answers.
+async fn device_debts(handle: &Handle, seed: u64, is_quiesced: bool) -> [Option<Time>; 2] {
+    let host = Host::default();
+    let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+    let (stage, neighbour) = (Stage::sharing(handle, seed, share()), share().on_reactor());
+    let now = time_of(handle.read_clock());
+    let debt = || stage.disk.share().paused_until(now).map(|paid| paid - now);
+    neighbour.done(now, neighbour.ask(now, &READ).unwrap());
+    stage.set(iops(1));
+    (0..10).for_each(|n| {
+        stage.submit(0, WRITE_OP, n * MIB / 2, MIB / 2);
+    });
+    stage.settle().await;
+    assert_eq!(stage.answered.borrow().len(), 1, "the others wait for the limit");
+    if is_quiesced {
+        stage.reactors.iter().for_each(|on| on.quiesce.start(None));
+    }
+    stage.reactors.iter().for_each(|on| on.drain());
+    stage.settle().await;
+    assert_eq!(stage.answered.borrow().len(), if is_quiesced { 1 } else { 10 });
+    // What is left is the debt to the device.
+    stage.set(Limits::default());
+    let during = debt();
+    stage.reactors.iter().for_each(|on| on.quiesce.resume());
+    stage.all().await;
+    [during, debt()]
+}
+
+/// Requests that a drain admits during a quiesce begin after it.
+#[test]
+fn requests_that_a_drain_admits_during_a_quiesce_are_owed_once() {
+    simulate(async |handle, seed, _| {
+        let [_, usual] = device_debts(&handle, seed, false).await;
+        assert!(usual.is_some());
+        assert_eq!(device_debts(&handle, seed, true).await, [None, usual]);
+    });
+}
+
 /// Drains and quiesces at seeded times: every request is answered once, with its own data.
 #[test]
 fn drains_and_quiesces_lose_and_repeat_no_request() {

@@ -24,10 +24,10 @@ impl Queue {
     }
 
     /// Returns how long the queue must not take requests. It must pause if drained queues have used
-    /// more than the disk's limits allow.
+    /// more than the disk's limits and share allow.
     #[inline]
     pub(super) fn held_back(&self, takes: bool) -> Option<Duration> {
-        if takes { self.served.queue_pause() } else { None }
+        if takes { self.served.queue_pause(self.in_flight.get() == 0) } else { None }
     }
 
     /// Returns how long to busy-poll the empty ring.
