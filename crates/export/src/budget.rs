@@ -1,4 +1,5 @@
-//! Limits what the queues of one disk take in one iteration of their reactor.
+//! Limits what the queues of one disk take in one iteration of their reactor, and what the starts
+//! of queues take in the long run ([`StartDebt`]).
 //!
 //! An iteration is one pass of the reactor over its tasks.
 //!
@@ -31,6 +32,14 @@ const BYTES: u64 = 1 << 20;
 /// Time after which an iteration has lasted too long.
 const TIME: Duration = Duration::from_micros(200);
 
+/// The starts of an export's queues may take 1/`START_SHARE` of a reactor's time.
+const START_SHARE: u32 = 20;
+/// Time that the starts of an export's queues may take at once. It lets a guest with many queues
+/// boot without a wait. The first start on a reactor also opens the disk there.
+const START_CREDIT: Duration = Duration::from_millis(50);
+/// Longest wait before a start.
+const LONGEST_START_WAIT: Duration = Duration::from_secs(1);
+
 /// The accounts of the disks of a reactor.
 #[derive(Default)]
 struct Accounts(RefCell<Vec<(sync::Weak<Disk>, Weak<Account>)>>);
@@ -47,6 +56,40 @@ pub async fn long_turn(handle: &Handle) {
         handle.yield_now().await;
     }
     turn.0.set(handle.iteration());
+}
+
+/// The reactors' time that the starts of an export's queues have taken, and that is not paid by the
+/// time that has passed since. A front end may stop and start a ring in a loop, and each start of a
+/// ring with many entries takes milliseconds of a reactor.
+///
+/// In: how long each start took. Out: how long the next start must wait.
+#[derive(Debug, Default)]
+pub struct StartDebt {
+    /// The debt at the time `since`.
+    debt: Duration,
+    since: Option<Instant>,
+}
+
+impl StartDebt {
+    /// Counts a start that took a reactor's thread this processor time. A start that is shorter
+    /// than an iteration does not count.
+    pub fn count(&mut self, now: Instant, took: Duration) {
+        if took > TIME {
+            let most = START_CREDIT + LONGEST_START_WAIT / START_SHARE;
+            self.debt = self.left(now).saturating_add(took).min(most);
+            self.since = Some(now);
+        }
+    }
+
+    /// Returns how long the next start must wait.
+    pub fn wait(&self, now: Instant) -> Duration {
+        self.left(now).saturating_sub(START_CREDIT) * START_SHARE
+    }
+
+    fn left(&self, now: Instant) -> Duration {
+        let passed = self.since.map_or(Duration::ZERO, |at| now.saturating_duration_since(at));
+        self.debt.saturating_sub(passed / START_SHARE)
+    }
 }
 
 /// What the queues of one disk on one reactor have taken in this iteration.
@@ -308,6 +351,38 @@ mod tests {
         placement::move_to(&guest);
         let _other = budget(&other);
         assert_eq!(sched_getaffinity(None).unwrap(), own);
+    }
+
+    #[test]
+    fn starts_in_a_loop_take_a_twentieth_of_the_time() {
+        let (took, mut debt, began) =
+            (Duration::from_millis(3), StartDebt::default(), Instant::now());
+        let (mut now, mut busy) = (began, Duration::ZERO);
+        for start in 0..1000 {
+            let wait = debt.wait(now);
+            assert!(start > 16 || wait.is_zero(), "start {start} waits for {wait:?}");
+            now += wait + took;
+            busy += took;
+            debt.count(now, took);
+        }
+        let share = now.duration_since(began).as_secs_f64() / busy.as_secs_f64();
+        assert!((19.0..=20.5).contains(&share), "1/{share}");
+    }
+
+    #[test]
+    fn a_start_waits_for_a_bounded_time_and_only_after_long_starts() {
+        let (mut debt, now) = (StartDebt::default(), Instant::now());
+        for _ in 0..10_000 {
+            debt.count(now, TIME);
+        }
+        assert_eq!(debt.wait(now), Duration::ZERO);
+        debt.count(now, START_CREDIT);
+        assert_eq!(debt.wait(now), Duration::ZERO);
+        for _ in 0..3 {
+            debt.count(now, Duration::from_secs(100));
+            assert_eq!(debt.wait(now), LONGEST_START_WAIT);
+        }
+        assert_eq!(debt.wait(now + LONGEST_START_WAIT), Duration::ZERO);
     }
 
     #[test]

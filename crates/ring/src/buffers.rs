@@ -10,11 +10,15 @@
 //! - A buffer that an operation names is neither cleared nor given to another region. The kernel
 //!   reads the table when it consumes the operation, which is later than its creation.
 //! - A removed region's buffers can no longer be found at once. They are cleared after their last
-//!   operation is reaped. The kernel unpins the pages after its own last use.
+//!   operation is reaped, one in each iteration of the event loop. The kernel unpins the pages
+//!   after its own last use.
+//! - To pin or unpin a buffer takes the thread milliseconds, so a [`Registration`] does one buffer
+//!   in a step. A region is found only when it is registered as a whole.
 //! - Pages stay pinned if a front end gives them back, for example if a balloon punches holes into
 //!   the file. The buffer then refers to pages that the guest no longer has. Such front ends must
 //!   not be registered; this module cannot detect them.
 
+use std::collections::VecDeque;
 use std::fmt::{Display, Formatter};
 use std::io;
 use std::sync::Arc;
@@ -32,30 +36,95 @@ const ENTRIES: u16 = 4096;
 /// Size of a registered buffer in bytes, at most; the kernel's limit. An iovec that crosses two
 /// buffers uses ordinary addresses.
 const MOST: usize = 1 << 30;
+/// Size of a registered buffer in bytes, at most, except in regions of more than [`MOST_BUFFERS`]
+/// of them. The kernel pins so much in 8 ms.
+const STEP: usize = 256 << 20;
+/// Number of buffers of a region above which they are larger than [`STEP`], so that large regions
+/// fit into the table.
+const MOST_BUFFERS: usize = 1024;
 
-/// Guest memory that stays registered with a reactor's ring until this is dropped.
+/// Guest memory that stays registered with a reactor's ring until this is dropped. A drop does all
+/// remaining steps at once.
 pub struct Registration {
     handle: Handle,
+    /// The regions that are registered, or were refused.
     regions: Vec<Arc<Region>>,
+    /// The region that is being registered.
+    partial: Option<Partial>,
+    /// The regions to register next.
+    waiting: VecDeque<Arc<Region>>,
+}
+
+/// A region of which a part is registered, and its buffers so far.
+struct Partial {
+    region: Arc<Region>,
+    buffers: Vec<RegisteredBuffer>,
 }
 
 impl Registration {
-    pub(crate) fn new(handle: &Handle) -> Self {
-        Registration { handle: handle.clone(), regions: Vec::new() }
+    /// Creates a registration without memory.
+    pub fn new(handle: &Handle) -> Self {
+        let (regions, partial, waiting) = Default::default();
+        Registration { handle: handle.clone(), regions, partial, waiting }
     }
 
-    /// Registers the regions of `memory` that are new, and unregisters those that are gone. A
-    /// region is registered as a whole, or not at all.
-    pub fn replace(&mut self, memory: &GuestMemory) {
-        let new = memory.regions().to_vec();
-        let old = std::mem::replace(&mut self.regions, new);
-        let has = |regions: &[Arc<Region>], region| regions.iter().any(|r| Arc::ptr_eq(r, region));
-        self.handle.buffers(|buffers, submitter| {
-            // Unregister first, because the limit on pinned memory may not suffice for the old and
-            // the new regions together.
-            old.iter().filter(|r| !has(&self.regions, r)).for_each(|r| buffers.leave(submitter, r));
-            self.regions.iter().filter(|r| !has(&old, r)).for_each(|r| buffers.enter(submitter, r));
+    /// Replaces the memory. Operations no longer find the regions that are gone, and find the new
+    /// ones after the steps that register them.
+    pub fn set(&mut self, memory: &GuestMemory) {
+        let new = memory.regions();
+        self.handle.buffers(|buffers, _| {
+            self.regions.retain(|region| {
+                let stays = has(new, region);
+                if !stays {
+                    buffers.leave(region);
+                }
+                stays
+            });
+            if let Some(gone) = self.partial.take_if(|partial| !has(new, &partial.region)) {
+                buffers.abandon(gone.buffers);
+            }
         });
+        let partial = self.partial.as_ref().map(|partial| &partial.region);
+        let begun = |region: &Arc<Region>| partial.is_some_and(|r| Arc::ptr_eq(r, region));
+        let is_new = |region: &Arc<Region>| !has(&self.regions, region) && !begun(region);
+        self.waiting = new.iter().filter(|region| is_new(region)).cloned().collect();
+    }
+
+    /// Returns whether all regions are registered, or were refused.
+    pub fn is_settled(&self) -> bool {
+        self.partial.is_none() && self.waiting.is_empty()
+    }
+
+    /// Returns whether [`Registration::step`] has something to do.
+    pub fn has_work(&self) -> bool {
+        !self.is_settled() || self.handle.buffers(|buffers, _| buffers.has_clearable())
+    }
+
+    /// Clears one buffer that is no longer used, or registers one. A region is registered as a
+    /// whole, or not at all. Returns false if there was nothing to do.
+    pub fn step(&mut self) -> bool {
+        self.handle.buffers(|buffers, submitter| {
+            // Clear first, because the limit on pinned memory may not suffice for the old and the
+            // new regions together.
+            if buffers.clear_one(submitter) {
+                return true;
+            }
+            let next = || self.waiting.pop_front().map(Partial::new);
+            let Some(mut partial) = self.partial.take().or_else(next) else { return false };
+            if buffers.join(&partial.region) {
+                buffers.abandon(partial.buffers);
+                self.regions.push(partial.region);
+                return true;
+            }
+            match buffers.advance(submitter, &mut partial) {
+                Ok(false) => self.partial = Some(partial),
+                outcome => {
+                    self.regions.push(partial.region.clone());
+                    buffers.settle(partial, outcome.map(|_| ()));
+                }
+            }
+            true
+        })
     }
 
     /// Returns which regions are registered, and why others are not.
@@ -66,8 +135,19 @@ impl Registration {
 
 impl Drop for Registration {
     fn drop(&mut self) {
-        self.replace(&GuestMemory::default());
+        self.set(&GuestMemory::default());
+        while self.step() {}
     }
+}
+
+impl Partial {
+    fn new(region: Arc<Region>) -> Self {
+        Partial { region, buffers: Vec::new() }
+    }
+}
+
+fn has(regions: &[Arc<Region>], region: &Arc<Region>) -> bool {
+    regions.iter().any(|r| Arc::ptr_eq(r, region))
 }
 
 /// Why a region is not registered.
@@ -182,14 +262,15 @@ pub(crate) struct Buffers {
     uses: Vec<u32>,
     /// Entries that can no longer be found, but that operations still name.
     leaving: Vec<u16>,
-    /// Largest size of a registered buffer in bytes (tests lower it).
+    /// Largest size of a registered buffer in bytes, unless its region needs larger ones (tests
+    /// lower it).
     most: usize,
 }
 
 impl Buffers {
     pub fn new() -> Self {
         let (members, found, uses, leaving) = Default::default();
-        Buffers { table: Table::None, members, found, uses, leaving, most: MOST }
+        Buffers { table: Table::None, members, found, uses, leaving, most: STEP }
     }
 
     /// Returns the entry of the registered buffer that contains all of `iov` (`len` bytes), and
@@ -244,32 +325,35 @@ impl Buffers {
         }
     }
 
-    /// Returns whether [`Buffers::clear_leaving`] has something to do.
+    /// Returns whether [`Buffers::clear_one`] has something to do.
     #[inline]
-    pub fn has_leaving(&self) -> bool {
-        !self.leaving.is_empty()
+    pub fn has_clearable(&self) -> bool {
+        self.clearable().is_some()
     }
 
-    /// Clears the entries in `leaving` whose last operation was reaped.
-    pub fn clear_leaving(&mut self, submitter: &Submitter<'_>) {
-        for entry in std::mem::take(&mut self.leaving) {
-            match self.uses[usize::from(entry)] {
-                0 => self.clear(submitter, entry),
-                _ => self.leaving.push(entry),
-            }
-        }
+    /// Clears one entry in `leaving` whose last operation was reaped. Returns false if there is
+    /// none.
+    pub fn clear_one(&mut self, submitter: &Submitter<'_>) -> bool {
+        let Some(at) = self.clearable() else { return false };
+        let entry = self.leaving.swap_remove(at);
+        self.clear(submitter, entry);
+        true
     }
 
-    fn enter(&mut self, submitter: &Submitter<'_>, region: &Arc<Region>) {
-        if let Some(member) = self.members.iter_mut().find(|m| Arc::ptr_eq(&m.region, region)) {
-            member.users += 1;
-            return;
-        }
-        let registered = self.register(submitter, region);
-        self.members.push(Member { region: region.clone(), users: 1, registered });
+    #[inline]
+    fn clearable(&self) -> Option<usize> {
+        self.leaving.iter().position(|entry| self.uses[usize::from(*entry)] == 0)
     }
 
-    fn leave(&mut self, submitter: &Submitter<'_>, region: &Arc<Region>) {
+    /// Adds a user to a region that is registered, or was refused. Returns false if the region is
+    /// neither.
+    fn join(&mut self, region: &Arc<Region>) -> bool {
+        let member = self.members.iter_mut().find(|m| Arc::ptr_eq(&m.region, region));
+        member.map(|member| member.users += 1).is_some()
+    }
+
+    /// Removes a user of a region.
+    fn leave(&mut self, region: &Arc<Region>) {
         let Some(at) = self.members.iter().position(|m| Arc::ptr_eq(&m.region, region)) else {
             return;
         };
@@ -283,27 +367,39 @@ impl Buffers {
         let gone = self.found.extract_if(.., |s| span.contains(&s.start)).map(|s| s.entry);
         self.leaving.extend(gone);
         self.members.swap_remove(at);
-        self.clear_leaving(submitter);
     }
 
-    /// Registers all of a region, in several buffers if the region is large; or nothing of it.
-    fn register(&mut self, submitter: &Submitter<'_>, region: &Region) -> Result<(), Refusal> {
+    /// Registers the next buffer of a region. Returns true after the last one.
+    fn advance(
+        &mut self,
+        submitter: &Submitter<'_>,
+        partial: &mut Partial,
+    ) -> Result<bool, Refusal> {
         self.open(submitter)?;
-        let span = region.span();
-        let mut buffers = Vec::new();
-        for start in span.clone().step_by(self.most) {
-            let end = span.end.min(start + self.most);
-            match self.put(submitter, start, end) {
-                Ok(entry) => buffers.push(RegisteredBuffer { start, end, entry }),
-                Err(why) => {
-                    buffers.into_iter().for_each(|s| self.clear(submitter, s.entry));
-                    return Err(why);
-                }
-            }
+        let span = partial.region.span();
+        let even = span.len().div_ceil(MOST_BUFFERS).next_multiple_of(rustix::param::page_size());
+        let start = partial.buffers.last().map_or(span.start, |last| last.end);
+        let end = span.end.min(start + self.most.max(even).min(MOST));
+        let entry = self.put(submitter, start, end)?;
+        partial.buffers.push(RegisteredBuffer { start, end, entry });
+        Ok(end == span.end)
+    }
+
+    /// Makes a region a member: operations find its buffers, or it was refused.
+    fn settle(&mut self, partial: Partial, registered: Result<(), Refusal>) {
+        let Partial { region, buffers } = partial;
+        if registered.is_ok() {
+            let at = self.found.partition_point(|s| s.start < region.span().start);
+            self.found.splice(at..at, buffers);
+        } else {
+            self.abandon(buffers);
         }
-        let at = self.found.partition_point(|s| s.start < span.start);
-        self.found.splice(at..at, buffers);
-        Ok(())
+        self.members.push(Member { region, users: 1, registered });
+    }
+
+    /// Lets buffers be cleared that no operation could find.
+    fn abandon(&mut self, buffers: Vec<RegisteredBuffer>) {
+        self.leaving.extend(buffers.into_iter().map(|buffer| buffer.entry));
     }
 
     /// Creates the table at the first use, so that rings without registrations have none.

@@ -9,6 +9,8 @@
 //! - A bit is set by an atomic operation, even if it is set already: the operation also orders the
 //!   write before it. The front end and other threads change the same bytes.
 //! - The front end may truncate the log's file. Then it loses its log (see `fault`), nothing else.
+//! - The front end chooses the length of its log. This process allocates only the pages with the
+//!   bits of memory that it may write ([`DirtyLog::populate`]).
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -29,12 +31,23 @@ pub struct DirtyLog {
 }
 
 impl DirtyLog {
-    /// Maps a log of `len` bytes at `offset` of a front end's file. Allocates its pages, so that no
-    /// bit is lost because the host has no memory for it.
+    /// Maps a log of `len` bytes at `offset` of a front end's file.
     pub fn map(mapper: &Mapper, fd: impl AsFd, offset: u64, len: u64) -> Result<Self, MemoryError> {
         let region = mapper.map(fd, offset, 0, 0, len)?;
-        region.populate().map_err(|source| MemoryError::Map { len, source })?;
         Ok(DirtyLog { region: Arc::new(region), pages: len.saturating_mul(8) })
+    }
+
+    /// Allocates the log's pages with the bits of `len` bytes at guest address `addr`, so that no
+    /// bit is lost because the host has no memory for it. Ignores what the log has no bits for.
+    /// Must not be called on a reactor, because allocating pages takes time.
+    pub fn populate(&self, addr: u64, len: u64) -> Result<(), MemoryError> {
+        const COVERED: u64 = LOG_PAGE * 8;
+        let Some(last) = len.checked_sub(1) else { return Ok(()) };
+        let first = addr / COVERED;
+        let end = (addr.saturating_add(last) / COVERED + 1).min(self.region.size());
+        let Some(len) = end.checked_sub(first).filter(|len| *len > 0) else { return Ok(()) };
+        let populated = self.region.populate_part(first, len);
+        populated.map_err(|source| MemoryError::Map { len, source })
     }
 
     /// Returns whether the log has a bit for each page of `len` bytes at guest address `addr`.
@@ -124,11 +137,27 @@ mod tests {
     }
 
     #[test]
-    fn a_mapped_log_has_its_memory() {
-        let (log, fd) = log(64 << 10);
-        let blocks = rustix::fs::fstat(&fd).unwrap().st_blocks;
-        assert!(blocks * 512 >= 64 << 10, "{blocks} blocks");
-        drop(log);
+    fn a_log_has_memory_only_for_populated_addresses() {
+        const LEN: u64 = 64 << 20;
+        let (log, fd) = log(LEN);
+        let allocated = || rustix::fs::fstat(&fd).unwrap().st_blocks as u64 * 512;
+        let end = LEN * 8 * LOG_PAGE;
+        assert_eq!(allocated(), 0);
+        for (addr, len) in [(0, 0), (end, 1), (u64::MAX, 1), (u64::MAX - 5, 5000)] {
+            log.populate(addr, len).unwrap();
+            assert_eq!(allocated(), 0, "{addr:#x}+{len:#x}");
+        }
+        // The bits of 256 MiB are in 8 KiB. The host may allocate huge pages.
+        for at in [0, end / 2, end - (256 << 20)] {
+            let before = allocated();
+            log.populate(at, 256 << 20).unwrap();
+            let more = allocated() - before;
+            assert!((8 << 10..=8 << 20).contains(&more), "{more} bytes at {at:#x}");
+            log.populate(at, 256 << 20).unwrap();
+            assert_eq!(allocated(), before + more);
+        }
+        log.populate(0, u64::MAX).unwrap();
+        assert!(allocated() >= LEN);
     }
 
     #[test]

@@ -26,12 +26,11 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use crate::buffers::{Buffers, Registration};
+use crate::buffers::Buffers;
 use crate::compute::Computations;
 use crate::file::FileSlot;
 use crate::inbox::{Inbox, Job, SLOTS};
 use crate::locals::Locals;
-use crate::memory::GuestMemory;
 use crate::meter::Meter;
 use crate::operation::Operation;
 use crate::pulse::{Label, Pulse};
@@ -325,7 +324,9 @@ impl Inner {
     }
 
     fn iterate(&self) -> io::Result<()> {
-        let none_ready = self.ready.borrow().is_empty() && self.after.borrow().is_empty();
+        let none_ready = self.ready.borrow().is_empty()
+            && self.after.borrow().is_empty()
+            && !self.uring.borrow().has_to_clear();
         let idle = none_ready && !self.stop.get() && self.inbox.may_sleep();
         let wait = if idle {
             self.pulse.sleeps();
@@ -494,15 +495,6 @@ impl Handle {
     /// Watches an eventfd, pipe or socket; see [`Watch`].
     pub fn watch(&self, fd: OwnedFd) -> Watch {
         Watch::new(self, fd)
-    }
-
-    /// Registers guest memory with this executor's ring as far as possible. That pins all its
-    /// pages, and operations in it cost less. See [`crate::buffers`] for memory that must not be
-    /// registered.
-    pub fn register_memory(&self, memory: &GuestMemory) -> Registration {
-        let mut registration = Registration::new(self);
-        registration.replace(memory);
-        registration
     }
 
     pub(crate) fn buffers<T>(

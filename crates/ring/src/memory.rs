@@ -198,15 +198,24 @@ impl Region {
     /// Allocates all pages of the region now. Call it on another thread before a reactor pins the
     /// region, because pinning would allocate the pages on the reactor.
     pub fn populate(&self) -> std::io::Result<()> {
+        self.populate_part(0, self.len)
+    }
+
+    /// As [`Region::populate`], for the pages of `len` bytes from `offset`. The caller has checked
+    /// that they are in the region.
+    pub(crate) fn populate_part(&self, offset: u64, len: u64) -> std::io::Result<()> {
+        debug_assert!(offset <= self.len && len <= self.len - offset);
+        let (page, first) = (rustix::param::page_size(), self.skip + offset as usize);
+        let start = first & !(page - 1);
         // The mapping is a multiple of the file system's preferred page size, so it may be longer
         // than the file. The kernel cannot allocate pages behind the end of the file (EFAULT).
-        let used = self.skip + self.len as usize;
-        let len = used.next_multiple_of(rustix::param::page_size()).min(self.mapping.map_len);
-        let base = self.mapping.base.as_ptr().cast();
+        let end = (first + len as usize).next_multiple_of(page).min(self.mapping.map_len);
+        // SAFETY: `start` is at most skip + len, so it lies inside the mapping.
+        let base = unsafe { self.mapping.base.add(start) }.as_ptr().cast();
+        let advice = rustix::mm::Advice::LinuxPopulateWrite;
         // SAFETY: the range is this mapping's own, and its content does not change. Missing memory
         // is an error here, not a signal.
-        unsafe { rustix::mm::madvise(base, len, rustix::mm::Advice::LinuxPopulateWrite) }
-            .map_err(Into::into)
+        unsafe { rustix::mm::madvise(base, end - start, advice) }.map_err(Into::into)
     }
 
     /// Returns the region's addresses in this process.

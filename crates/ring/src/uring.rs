@@ -394,9 +394,17 @@ impl Uring {
                 }
             }
         }
-        if self.buffers.has_leaving() {
-            self.buffers.clear_leaving(&self.ring.submitter());
+        if self.buffers.has_clearable() {
+            // One only, because to unpin memory takes long: see `has_to_clear`.
+            self.buffers.clear_one(&self.ring.submitter());
         }
+    }
+
+    /// Returns whether the next iteration must follow at once, because there are registered buffers
+    /// to clear.
+    #[inline]
+    pub fn has_to_clear(&self) -> bool {
+        self.buffers.has_clearable()
     }
 
     /// Returns the number of operations that complete without further action.

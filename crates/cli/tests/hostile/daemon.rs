@@ -52,6 +52,11 @@ impl Daemon {
         Self::made(image, "400ms", "")
     }
 
+    /// Starts a daemon. The attacked disk is read-only. `image`: as in [`Daemon::with`].
+    pub fn read_only(image: impl Fn(&Folder, &str) -> String) -> Self {
+        Self::made(image, "400ms", "read-only = true")
+    }
+
     fn made(image: impl Fn(&Folder, &str) -> String, delay: &str, limits: &str) -> Self {
         Self::configured(image, delay, limits, QUEUES, "")
     }

@@ -265,7 +265,9 @@ impl Guest {
         connection.socket().set_read_timeout(Some(PATIENCE)).unwrap();
         let ring = if layout == Layout::Packed { feature::RING_PACKED } else { 0 };
         let wanted = feature::GUEST & !feature::EVENT_IDX | feature::INDIRECT_DESC | ring;
-        connection.negotiate(wanted, wanted & !feature::READ_ONLY, protocol).unwrap();
+        // A disk has either the first of these, or the others.
+        let optional = feature::READ_ONLY | feature::DISCARD | feature::WRITE_ZEROES;
+        connection.negotiate(wanted, wanted & !optional, protocol).unwrap();
         let mut memory = Memory::new(8 << 20).unwrap();
         connection.set_memory(&memory).unwrap();
         let rings = (0..queues).map(|q| Ring::new(&mut memory, layout, q)).collect();

@@ -2,6 +2,7 @@
 //! removed while requests use them, truncated files.
 
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
@@ -12,9 +13,9 @@ use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::FrontendReq;
 
 use super::beside::End;
-use super::daemon::{Daemon, OTHER, SLOW, VICTIM};
+use super::daemon::{CAPACITY, Daemon, OTHER, SLOW, VICTIM};
 use super::guest::{BOTH, Guest, Layout, into, out, rung};
-use crate::common::{SOON, until, until_disconnected};
+use crate::common::{self, BLOCKYARD, Folder, SOON, until, until_disconnected};
 
 /// A small random number generator. It returns the same numbers in each run.
 pub struct Random(u64);
@@ -355,6 +356,40 @@ fn truncated_memory_ends_only_its_own_session() {
         assert_eq!(sessions(), 2);
         daemon.end();
     }
+}
+
+/// A reactor receives from an NBD server directly into guest memory. Lost memory must not look like
+/// a lost server, because other front ends of the disk need the connection.
+#[test]
+fn truncated_memory_does_not_cost_the_connection_to_an_nbd_server() {
+    let folder = Folder::new();
+    let (image, socket) = (folder.join("far.img"), folder.join("nbd"));
+    std::fs::write(&image, vec![7; CAPACITY as usize]).unwrap();
+    let mut serve = Command::new(BLOCKYARD);
+    serve.args(["serve", "--read-only"]).arg(&image);
+    serve.arg("--nbd").arg(format!("unix:{}", socket.display()));
+    let mut server = common::Daemon::start(&mut serve);
+    server.wait_ready();
+    let uri = format!("nbd+unix:///far.img?socket={}", socket.display());
+    let daemon = Daemon::read_only(|_, disk| match disk {
+        VICTIM => uri.clone(),
+        _ => format!("ram:{CAPACITY}"),
+    });
+    let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
+    let extra = extra(EXTRA, 1 << 20);
+    guest.connection.frontend().add_mem_region(&extra.info).unwrap();
+    rustix::fs::ftruncate(&extra.fd, 0).unwrap();
+    let (header, status) = (guest.header(IN, 0), guest.status());
+    guest.offer(0, &[out(header, 16), into(EXTRA, 1 << 20), into(status, 1)]);
+    until_disconnected(guest.connection.socket());
+    let mut again = Guest::start(&daemon.socket(VICTIM), Layout::Split);
+    let (header, status, data) = (again.header(IN, 0), again.status(), again.bytes(&[1; 512]));
+    again.offer(0, &[out(header, 16), into(data, 512), into(status, 1)]);
+    again.rings[0].wait(3);
+    assert_eq!((again.byte(status), again.read(data, 512)), (0, vec![7; 512]));
+    let complaints = daemon.end();
+    let of_server = |line: &String| line.contains("connecting again");
+    assert!(!complaints.iter().any(of_server), "{complaints:#?}");
 }
 
 /// The status byte is in lost memory. The guest cannot see the answer, so the next session must

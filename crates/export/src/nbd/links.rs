@@ -15,6 +15,7 @@ use blockyard_disk::{ConnectedClient, Disk, LocalDisk};
 use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
+use super::crowd::Source;
 use super::exported::{Exported, Peer};
 use super::left::LeftConnection;
 use super::shared::Shared;
@@ -36,12 +37,36 @@ pub struct Link {
     /// Time until which the client must have chosen an export.
     deadline: Instant,
     late: Cell<bool>,
+    /// Counts the client until it has chosen an export.
+    undecided: Cell<Option<Undecided>>,
     exported: OnceCell<Arc<Exported>>,
     /// The client's identity, when it is known.
     peer: OnceCell<Peer>,
     counted: OnceCell<ConnectedClient>,
     /// The connection as another server continues it.
     left: Cell<Option<LeftConnection>>,
+}
+
+/// Counts a client that has not chosen an export, until this is dropped.
+pub struct Undecided {
+    server: Arc<Shared>,
+    source: Source,
+}
+
+impl Undecided {
+    /// Counts a client that has connected. Returns `None` if its source is limited.
+    pub fn enter(server: &Arc<Shared>, source: Source) -> Option<Self> {
+        let limits = server.settings().limits;
+        let is_admitted = server.crowds.enter(source, &limits, Instant::now());
+        is_admitted.then(|| Undecided { server: server.clone(), source })
+    }
+}
+
+impl Drop for Undecided {
+    fn drop(&mut self) {
+        let limits = self.server.settings().limits;
+        self.server.crowds.leave(self.source, &limits, Instant::now());
+    }
 }
 
 #[derive(Default)]
@@ -53,12 +78,13 @@ struct Links {
 
 impl Link {
     /// Registers a new connection of this reactor. `handshake`: time in which the client must
-    /// choose an export.
+    /// choose an export. `undecided`: counts the client until then.
     pub fn enter(
         handle: &Handle,
         stream: &Rc<Stream>,
         server: &Arc<Shared>,
         handshake: Duration,
+        undecided: Option<Undecided>,
     ) -> Rc<Self> {
         let deadline = Instant::now() + handshake;
         let (late, exported, peer, counted, left) = Default::default();
@@ -67,6 +93,7 @@ impl Link {
             stream: stream.clone(),
             deadline,
             late,
+            undecided: Cell::new(undecided),
             exported,
             peer,
             counted,
@@ -80,6 +107,7 @@ impl Link {
 
     /// Records the export that the client has chosen.
     pub fn chose(&self, exported: &Arc<Exported>, peer: Peer) {
+        drop(self.undecided.take());
         let _ = self.peer.set(peer);
         self.stream.chose(&exported.disk);
         let _ = self.counted.set(exported.disk.client(super::KIND, self.stream.client().id()));

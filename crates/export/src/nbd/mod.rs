@@ -18,11 +18,13 @@
 mod block_status;
 mod buffers;
 mod connection;
+mod crowd;
 mod exported;
 mod handover;
 mod idle;
 mod inbox;
 mod left;
+mod limits;
 mod links;
 mod negotiate;
 mod quota;
@@ -44,17 +46,18 @@ use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
-use blockyard_ring::Handle;
 use blockyard_ring::parcel::Parcel;
+use blockyard_ring::{Handle, Socket};
 
 use crate::acceptor::{Entrance, Registration};
 use crate::descriptors;
 use crate::export::{Obstacle, STOP_TIME};
 use crate::{Client, Export, Handed, Listener, Reactors};
+use crowd::Source;
 use exported::Peer;
 use inbox::Inbox;
 use left::LeftConnection;
-use links::Link;
+use links::{Link, Undecided};
 use negotiate::Negotiation;
 use receive::{End, Receiver};
 use shared::Shared;
@@ -62,7 +65,8 @@ use stream::{Remains, Stream};
 use terms::Terms;
 
 pub use exported::Exported;
-pub use shared::{Limits, Settings};
+pub use limits::Limits;
+pub use shared::Settings;
 
 /// Time in which a client must choose its export when another server takes over.
 const CHOICE: Duration = Duration::from_secs(1);
@@ -318,8 +322,21 @@ fn admit(shared: &Arc<Shared>, reactors: &Weak<Reactors>, entrance: Entrance) ->
     Ok(())
 }
 
-/// Gives a client to the next reactor.
+/// Gives a client to the next reactor. Disconnects the client if its source is limited.
 fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
+    let source = Source::of(&fd);
+    let Some(undecided) = Undecided::enter(shared, source) else {
+        // The client may have sent descriptors, so its socket is not closed on this thread.
+        reactors.next().run(move |handle| drop(Socket::new(handle, fd)));
+        return shared.log.warn(
+            &shared.address,
+            None,
+            format_args!(
+                "a client was disconnected, because clients of {source} that choose no export \
+                 hold many places for long"
+            ),
+        );
+    };
     shared.clients.fetch_add(1, Ordering::SeqCst);
     let fd = Accepted { fd, server: shared.clone() };
     let client = Arrival { server: shared.clone(), settings: shared.settings() };
@@ -328,8 +345,8 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
         Ok(stream) => {
             let stream = Rc::new(stream);
             // From now on, the end of the server also ends this connection.
-            let link =
-                Link::enter(handle, &stream, &client.server, client.settings.limits.handshake);
+            let (server, limits) = (&client.server, client.settings.limits);
+            let link = Link::enter(handle, &stream, server, limits.handshake, Some(undecided));
             handle.spawn(serve(handle.clone(), client, stream, link));
         }
         Err(e) => {
@@ -360,7 +377,7 @@ fn resume(
         match Stream::continued(handle, fd, since, remains) {
             Ok(stream) => {
                 let stream = Rc::new(stream);
-                let link = Link::enter(handle, &stream, &server, handshake);
+                let link = Link::enter(handle, &stream, &server, handshake, None);
                 let agreed = (terms, Peer::default(), Inbox::default());
                 handle.spawn(transmit(handle.clone(), server, stream, link, agreed));
             }

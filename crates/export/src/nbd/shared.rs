@@ -2,29 +2,15 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
-use std::time::Duration;
 
 use blockyard_nbd::ServerTls;
 
+use super::crowd::Crowds;
 use super::exported::{Exported, Peer};
 use super::left::LeftConnection;
+use super::limits::Limits;
 use crate::acceptor::Bell;
 use crate::log::Log;
-
-/// Limits for the clients of a server.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Limits {
-    /// Maximum number of clients at a time. Further clients wait until one disconnects.
-    pub clients: usize,
-    /// Time in which a client must choose its export.
-    pub handshake: Duration,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Limits { clients: 256, handshake: Duration::from_secs(10) }
-    }
-}
 
 /// Settings for new clients.
 #[derive(Debug, Default)]
@@ -47,6 +33,8 @@ pub struct Shared {
     /// The address, as the log shows it.
     pub address: String,
     pub clients: AtomicUsize,
+    /// The clients that have not chosen an export, by source.
+    pub crowds: Crowds,
     /// Another server takes over, so new clients wait in the listening socket.
     pub is_paused: AtomicBool,
     /// Number of clients that the present hand-over has disconnected.

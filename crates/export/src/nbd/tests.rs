@@ -139,6 +139,24 @@ impl Client {
     }
 }
 
+#[test]
+fn a_client_is_undecided_until_it_has_chosen_an_export_or_has_gone() {
+    let paired = Paired::new();
+    let undecided = || paired.server.shared.crowds.undecided();
+    let (one, two) = (paired.connect(), paired.connect());
+    assert_eq!(undecided(), 2);
+    let mut one = Client::ready(one);
+    one.reads();
+    assert_eq!(undecided(), 1);
+    drop(two);
+    let began = Instant::now();
+    while undecided() > 0 {
+        assert!(began.elapsed() < Duration::from_secs(60), "the client is not forgotten");
+        std::thread::yield_now();
+    }
+    one.reads();
+}
+
 /// Returns a TCP connection with SO_LINGER of an hour and a full send buffer. Its close blocks
 /// until the other side is closed.
 fn lingering() -> (TcpStream, TcpStream) {

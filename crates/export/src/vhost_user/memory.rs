@@ -106,6 +106,7 @@ impl Session {
         let _wait = self.export.own_wait();
         let old = std::mem::replace(&mut self.memory, memory);
         self.warn_if_log_is_small();
+        self.extend_log(self.state.logged_memory());
         if let Some(pins) = &self.pins {
             pins.replace(&old, &self.memory);
         }

@@ -72,6 +72,9 @@ impl Session {
 
     /// Handles VHOST_USER_VRING_KICK, an in-band kick. A kick starts a ring that does not run.
     fn kicked(&mut self, index: u32) -> Result<()> {
+        if self.running(index as usize).is_none() {
+            self.pause_before_start();
+        }
         let started = self.start(index as usize);
         self.running(index as usize).ok_or_else(no)?.kick();
         started

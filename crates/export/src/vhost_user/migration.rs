@@ -27,6 +27,7 @@ use super::config;
 use super::dirty_memory::{DirtyMemory, SKIP_DRAIN};
 use super::notify::{self, Call};
 use super::queue::Marks;
+use super::refusal::Causes;
 use super::session::Session;
 use super::state::LogFile;
 
@@ -114,7 +115,29 @@ impl Session {
     fn mapped(&self, log: &LogFile) -> Result<Arc<DirtyLog>> {
         // Not by the session's mapper: a log that the front end truncates is lost alone.
         let mapped = DirtyLog::map(&self.export.mapper, &log.file, log.offset, log.len);
-        mapped.map(Arc::new).map_err(|e| self.unmapped("SET_LOG_BASE", &e))
+        let populated = mapped.and_then(|mapped| {
+            self.state.logged().try_for_each(|(addr, len)| mapped.populate(addr, len))?;
+            Ok(Arc::new(mapped))
+        });
+        populated.map_err(|e| self.unmapped("SET_LOG_BASE", &e))
+    }
+
+    /// Allocates the log's pages for these guest addresses (address, length in bytes), which are
+    /// logged from now on. A failure costs only a migration.
+    pub(super) fn extend_log(&self, logged: impl IntoIterator<Item = (u64, u64)>) {
+        let Some(log) = &self.dirty.log else { return };
+        let extended = logged.into_iter().try_for_each(|(addr, len)| log.populate(addr, len));
+        if let Err(e) = extended {
+            self.device.log.warn(
+                self.device.disk.name(),
+                None,
+                format_args!(
+                    "the log of changed memory cannot be extended: {}: a migration would miss \
+                     changes unless the front end sends another log (SET_LOG_BASE)",
+                    Causes(&e)
+                ),
+            );
+        }
     }
 
     /// Uses a log (SET_LOG_BASE). The old log, if there is one, gets no bit after that.

@@ -56,6 +56,8 @@ pub struct Session {
     pub(super) mapper: Mapper,
     /// Is raised when the front end has truncated a file that it shares.
     pub(super) alarm: Arc<MemoryAlarm>,
+    /// An eventfd that is signalled when the session must end.
+    wake: Arc<OwnedFd>,
     /// The mapped memory table.
     pub(super) memory: GuestMemory,
     /// The log already says that the guest memory is in a file on a disk.
@@ -82,14 +84,14 @@ pub struct Session {
 impl Session {
     /// Returns a session that starts with `state`. The state is new, or another session has
     /// [released](Session::release) it. Maps its memory and starts its rings. `wake`: an eventfd
-    /// that is signalled if the front end truncates memory that it shares.
+    /// that is signalled if the front end truncates memory that it shares, or if the export ends.
     pub fn new(
         export: Arc<Shared>,
         peer: Option<i32>,
         state: SessionState,
         wake: Arc<OwnedFd>,
     ) -> Result<Self> {
-        let alarm = Arc::new(MemoryAlarm::new(wake));
+        let alarm = Arc::new(MemoryAlarm::new(wake.clone()));
         export.device.write_back.store(state.write_back, Ordering::Relaxed);
         let holds = custody::must_wait(&export.device.disk);
         let mut session = Session {
@@ -98,6 +100,7 @@ impl Session {
             peer,
             mapper: export.mapper.with_alarm(alarm.clone()),
             alarm,
+            wake,
             shape: export.shape,
             memory: GuestMemory::default(),
             named_disk: false,
@@ -210,7 +213,10 @@ impl Session {
                 }
                 self.log_all_changed(before)
             }
-            Effect::Marks(index) => self.update_marks(index..index + 1),
+            Effect::Marks(index) => {
+                self.extend_log(self.state.logged_ring(index));
+                self.update_marks(index..index + 1)
+            }
             Effect::Restart(index) => self.restart(index),
             Effect::Call(index) => {
                 let call = self.call(index)?;

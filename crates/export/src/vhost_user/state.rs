@@ -205,7 +205,9 @@ pub enum Effect {
     Enable(usize),
 }
 
-/// Most bytes of a log, all of which are allocated: bits for 16 TiB of guest addresses.
+/// Most bytes of a log: bits for 16 TiB of guest addresses. A front end may send a log that is
+/// longer than its memory table needs: QEMU shares one log among all its devices. Only the pages
+/// that the table needs are allocated ([`SessionState::logged`]).
 const MOST_LOG: u64 = 512 << 20;
 
 /// Reasons why a message is refused.
@@ -362,14 +364,34 @@ impl SessionState {
                 return Err(Refusal::LogRoom { bytes, address, len });
             }
         }
-        let (is_packed, event_idx) = (self.has(config::F_PACKED), self.has(config::F_EVENT_IDX));
-        for (index, vring) in self.vrings.iter().enumerate() {
-            let used = used_bytes(vring.size, is_packed, event_idx);
-            if let Some(address) = vring.log.filter(|at| !log_covers(bytes, *at, used)) {
+        for index in 0..self.vrings.len() {
+            if let Some((address, used)) = self.logged_ring(index)
+                && !log_covers(bytes, address, used)
+            {
                 return Err(Refusal::RingBeyondLog { index: index as u32, address, bytes });
             }
         }
         Ok(())
+    }
+
+    /// Returns all guest addresses that are marked in a log: the memory table, and the used rings
+    /// that are logged. Each item is an address and a length in bytes.
+    pub fn logged(&self) -> impl Iterator<Item = (u64, u64)> {
+        let rings = (0..self.vrings.len()).filter_map(|index| self.logged_ring(index));
+        self.logged_memory().chain(rings)
+    }
+
+    /// Returns the guest address and the length in bytes of each region of the memory table.
+    pub fn logged_memory(&self) -> impl Iterator<Item = (u64, u64)> {
+        self.memory.iter().map(|region| (region.guest, region.size))
+    }
+
+    /// Returns the guest address at which writes to a used ring are logged, and the ring's length
+    /// in bytes. `None`: they are not logged.
+    pub fn logged_ring(&self, index: usize) -> Option<(u64, u64)> {
+        let vring = self.vrings.get(index)?;
+        let (is_packed, event_idx) = (self.has(config::F_PACKED), self.has(config::F_EVENT_IDX));
+        Some((vring.log?, used_bytes(vring.size, is_packed, event_idx)))
     }
 
     /// Returns a ring and its index.

@@ -1,10 +1,12 @@
 //! Messages of a migration that come too early, do not fit, or are hostile.
 
 use std::io::Write;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsRawFd, OwnedFd};
 
 use blockyard_driver::{Data, SplitRing, request, status};
 use rustix::event::EventfdFlags;
+use vhost::VhostUserMemoryRegionInfo;
+use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{FrontendReq as R, VhostUserProtocolFeatures as P};
 
 use crate::front::*;
@@ -66,6 +68,36 @@ fn a_ring_that_is_logged_beyond_the_log_is_refused() {
     let mut front = started();
     assert_eq!(front.log_used(true, 1 << 60), Some(words(&[0])));
     assert_eq!(front.log_base(log.len, Log::OFFSET, &log.file), None);
+}
+
+/// QEMU shares one log among all its devices, and chooses its length.
+#[test]
+fn a_long_log_takes_memory_only_for_what_is_logged() {
+    const LEN: u64 = 512 << 20;
+    let file = memfd(LEN);
+    let allocated = || rustix::fs::fstat(&file).unwrap().st_blocks as u64 * 512;
+    let mut front = started();
+    assert_eq!(front.log_base(LEN, 0, &file), Some(words(&[LEN, 0])));
+    // The host may allocate huge pages.
+    let for_memory = allocated();
+    assert!((PAGE..=16 << 20).contains(&for_memory), "{for_memory} bytes");
+    // These addresses have their bits far from those of the memory.
+    let ring = 8 << 40;
+    assert_eq!(front.log_used(true, ring), Some(words(&[0])));
+    let for_ring = allocated();
+    assert!((for_memory + 1..=32 << 20).contains(&for_ring), "{for_memory}, then {for_ring}");
+    let (more, guest_phys_addr) = (memfd(PAGE), 12 << 40);
+    let region = VhostUserMemoryRegionInfo {
+        guest_phys_addr,
+        memory_size: PAGE,
+        userspace_addr: guest_phys_addr,
+        mmap_offset: 0,
+        mmap_handle: more.as_raw_fd(),
+    };
+    front.connection.frontend().add_mem_region(&region).unwrap();
+    let for_region = allocated();
+    assert!((for_ring + 1..=48 << 20).contains(&for_region), "{for_ring}, then {for_region}");
+    works(&mut front);
 }
 
 #[test]

@@ -15,6 +15,23 @@ use crate::segments::Segments;
 
 const PAGE: u64 = 4096;
 
+impl Registration {
+    /// Replaces the memory, and does all steps.
+    fn replace(&mut self, memory: &GuestMemory) {
+        self.set(memory);
+        while self.step() {}
+    }
+}
+
+impl Handle {
+    /// Registers memory with this executor's ring, as far as possible.
+    fn register_memory(&self, memory: &GuestMemory) -> Registration {
+        let mut registration = Registration::new(self);
+        registration.replace(memory);
+        registration
+    }
+}
+
 /// Returns adjacent regions of guest memory, each in its own file, and the files.
 fn guest(sizes: &[u64]) -> (GuestMemory, Vec<OwnedFd>) {
     let (mut memory, mut files, mut at) = (GuestMemory::default(), Vec::new(), 0);
@@ -165,6 +182,56 @@ fn a_large_region_is_registered_in_several_buffers() {
             [false; 2],
             "two buffers"
         );
+    };
+    executor.block_on(all).unwrap();
+}
+
+/// To register all of a large region takes long, so other tasks run between the steps.
+#[test]
+fn a_region_that_is_registered_in_steps_is_found_when_it_is_whole() {
+    const STEPS: usize = 8;
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        handle.buffers(|b, _| b.most = PAGE as usize);
+        let memory = Rc::new(guest(&[STEPS as u64 * PAGE]).0);
+        let mut registration = Registration::new(&handle);
+        registration.set(&memory);
+        let mut steps = 0;
+        while registration.step() {
+            steps += 1;
+            assert_eq!(free(&handle), usize::from(ENTRIES) - steps, "one buffer in a step");
+            let is_whole = steps == STEPS;
+            assert_eq!(registration.is_settled(), is_whole);
+            assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [is_whole; 2], "{steps} steps");
+        }
+        assert_eq!((steps, registration.has_work()), (STEPS, false));
+        good(&registration, 1);
+    };
+    executor.block_on(all).unwrap();
+}
+
+#[test]
+fn a_region_that_is_gone_before_it_is_whole_keeps_no_entry() {
+    let executor = Executor::new().unwrap();
+    let handle = executor.handle().clone();
+    let all = async move {
+        handle.buffers(|b, _| b.most = PAGE as usize);
+        let mut registration = Registration::new(&handle);
+        registration.set(&guest(&[4 * PAGE, PAGE]).0);
+        assert!(registration.step() && registration.step());
+        assert_eq!(free(&handle), usize::from(ENTRIES) - 2);
+        registration.set(&GuestMemory::default());
+        assert!(registration.is_settled() && registration.has_work());
+        // The event loop clears one buffer in an iteration.
+        let mut iterations = 0;
+        while registration.has_work() {
+            handle.yield_now().await;
+            iterations += 1;
+            assert!(free(&handle) <= usize::from(ENTRIES) - 2 + iterations);
+        }
+        assert_eq!((iterations, free(&handle)), (2, usize::from(ENTRIES)));
+        assert_eq!(registration.outcome().regions, 0);
     };
     executor.block_on(all).unwrap();
 }

@@ -18,7 +18,7 @@ use std::path::{Path, PathBuf};
 
 use blockyard_ring::small_file::name_of;
 use blockyard_ring::{Segments, UringFile, sandbox};
-use rustix::fs::{FileType, Mode, OFlags};
+use rustix::fs::{Access, AtFlags, CWD, FileType, Mode, OFlags};
 
 use crate::Geometry;
 use crate::cache::CacheMode;
@@ -194,6 +194,19 @@ fn explain(path: &Path, read_only: bool, source: io::Error) -> OpenError {
 }
 
 impl OpenOptions {
+    /// Returns an error if a file could not be opened for writing with these options, which are
+    /// those of a reader. Changes nothing.
+    pub fn check_writable(&self) -> Result<(), OpenError> {
+        let (path, access) = (&self.path, Access::WRITE_OK);
+        rustix::fs::accessat(CWD, path, access, AtFlags::EACCESS)
+            .map_err(|e| explain(path, false, e.into()))?;
+        if self.overlaid == Overlaid::Abandon {
+            return Ok(());
+        }
+        let (fd, _) = open(path, self)?;
+        self.check_record(&fd)
+    }
+
     /// Returns an error if a live snapshot has put an overlay on the file and this open may not
     /// write to the file beneath the overlay.
     pub(crate) fn check_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {

@@ -2,7 +2,9 @@
 //!
 //! In: the server's bytes. Out: answered requests, with data in their segments. Headers and small
 //! data are read into a buffer, many at a time. Large data go directly to the request's memory,
-//! together with what follows them.
+//! together with what follows them. If the kernel cannot write to that memory because a front end
+//! has truncated it, the data go by the buffer: the server is not at fault, and other requests need
+//! its connection.
 //!
 //! What must hold: each chunk answers a request in flight and lies within it. All bytes of a
 //! request arrive, once. A malformed answer ends the connection. No allocation depends on an
@@ -11,6 +13,7 @@
 use std::io;
 
 use blockyard_ring::Segments;
+use rustix::io::Errno;
 
 use super::slots::{Ask, Piece};
 use super::state::{Inner, PIECES, SENT_AT_A_TIME};
@@ -349,7 +352,7 @@ impl<'a> Receiver<'a> {
 
     /// Copies the next `len` bytes to the request's segments, from `at` on.
     async fn fill(&mut self, index: u32, at: usize, len: usize) -> Result<(), NbdError> {
-        let mut done = 0;
+        let (mut done, mut direct) = (0, true);
         loop {
             let here = (self.to - self.from).min(len - done);
             if here > 0 {
@@ -367,17 +370,30 @@ impl<'a> Receiver<'a> {
                 let mut slots = self.client.slots.borrow_mut();
                 let segments = &slots.get(index).segments;
                 // Do not gather the segments of a ublk request, because `gather` would copy them.
-                let fits = segments.count() <= PIECES && !segments.is_request();
+                let fits = direct && segments.count() <= PIECES && !segments.is_request();
                 let straight = if fits { len - done } else { 0 };
                 into.gather(segments, at + done, straight);
                 straight
             };
             into.gather(&self.buffer, 0, BUFFER);
-            let n = self.read(into).await?;
-            done += n.min(straight);
-            self.to = n.saturating_sub(straight);
+            match self.read(into).await {
+                // The kernel has received nothing. A copy to lost memory does not fail (see the
+                // ring's `fault`), and it tells the front end's session that the memory is lost.
+                Err(e) if straight > 0 && is_memory_fault(&e) => direct = false,
+                received => {
+                    let n = received?;
+                    done += n.min(straight);
+                    self.to = n.saturating_sub(straight);
+                }
+            }
         }
     }
+}
+
+/// Returns whether the kernel could not write to the memory that was to be filled.
+fn is_memory_fault(error: &NbdError) -> bool {
+    let source = error.source.as_ref().and_then(|source| source.downcast_ref::<io::Error>());
+    source.and_then(Errno::from_io_error) == Some(Errno::FAULT)
 }
 
 fn not_a_reply(magic: u32) -> NbdError {

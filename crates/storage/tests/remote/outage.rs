@@ -1,16 +1,19 @@
-//! What an outage costs a disk: nothing, unless acknowledged writes may be lost.
+//! What an outage costs a disk: nothing, unless acknowledged writes may be lost. Lost memory of a
+//! request is no outage.
 
+use std::fs::File;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
 use blockyard_nbd::wire::{Headers, cmd, errno, export, flag};
-use blockyard_ring::{Executor, Segments};
+use blockyard_ring::{Executor, GuestMemory, Region, Segments};
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage};
 
 use crate::server::{SIZE, Server, done, good, simple};
-use crate::{SHORT, SOON, TALKING, on_image, script};
+use crate::{SHORT, SOON, TALKING, is_pattern, on_image, script};
 
 /// A flush fails during an outage that is longer than the time to connect again. It has lost
 /// nothing if the writes before it were flushed. It succeeds when the server is back.
@@ -125,4 +128,39 @@ fn a_server_that_takes_no_bytes_costs_bounded_time() {
         drop(release);
     };
     executor.block_on(test).expect("the second write hangs");
+}
+
+/// A front end has truncated the memory that a read fills. The server is not at fault, so its
+/// connection stays, and later answers are right.
+#[test]
+fn a_read_into_truncated_memory_keeps_the_connection() {
+    // All of the memory is lost, or all after a part of a page.
+    for left in [0, 300_001] {
+        let server = Server::start(
+            Headers::Structured,
+            |_, disk| disk.flags |= export::CAN_MULTI_CONN,
+            script(|_, request, disk| Some(good(request, disk))),
+        );
+        let connections = server.connections.clone();
+        // Only with a connection of its own does the reactor receive directly into the memory.
+        let options =
+            OpenOptions { nbd: TALKING, ..OpenOptions::new(server.uri(), true, CacheMode::None) };
+        let file = ImageFile::open(&options).unwrap();
+        let executor = Executor::new().unwrap();
+        let store = file.storage(executor.handle()).unwrap();
+        let test = async move {
+            let (region, memory_file) = Region::memfd("truncated", 0, 0, SIZE).unwrap();
+            let memory = Rc::new(GuestMemory::default().with(region).unwrap());
+            File::from(memory_file).set_len(left).unwrap();
+            let mut segments = Segments::default();
+            segments.reset(&memory);
+            segments.push_guest(0, SIZE).unwrap();
+            store.read(segments, 0).await.1.unwrap();
+            let (segments, result) = store.read(Segments::buffer(4096), 8192).await;
+            result.unwrap();
+            assert!(is_pattern(&segments, 8192));
+            assert_eq!(connections.load(Ordering::SeqCst), 1);
+        };
+        executor.block_on(test).unwrap();
+    }
 }

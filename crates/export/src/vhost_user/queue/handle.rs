@@ -4,8 +4,9 @@ use std::os::fd::OwnedFd;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Instant;
 
-use blockyard_ring::{GuestMemory, PendingReply, Remote, park};
+use blockyard_ring::{Clock, GuestMemory, PendingReply, Remote, park};
 
 use super::{DeviceState, Marks, Queue, QueueSetup, Queues};
 use crate::Reactors;
@@ -20,16 +21,20 @@ pub struct QueueHandle {
 }
 
 impl QueueHandle {
-    /// Starts a queue on a reactor. The error says why the ring cannot be served.
+    /// Starts a queue on a reactor. The error says why the ring cannot be served. Counts the time
+    /// that the reactor needed, in both cases.
     pub fn start(remote: Remote, setup: QueueSetup) -> Result<QueueHandle, StartError> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (id, held) = (NEXT.fetch_add(1, Ordering::Relaxed), setup.held);
-        let started = remote.ask(move |handle, reply| reply.send(Queue::start(handle, setup, id)));
-        started.unwrap_or_else(|| Err(StartError::ended())).map(|()| QueueHandle {
-            remote,
-            id,
-            held,
-        })
+        let device = setup.device.clone();
+        let started = remote.ask(move |handle, reply| {
+            let before = Clock::Thread.read();
+            let started = Queue::start(handle, setup, id);
+            reply.send((started, Clock::Thread.read().saturating_sub(before)));
+        });
+        let Some((started, took)) = started else { return Err(StartError::ended()) };
+        device.count_start(Instant::now(), took);
+        started.map(|()| QueueHandle { remote, id, held })
     }
 
     /// Makes the queue take nothing more, waits for its requests in flight, and returns the ring's

@@ -1,8 +1,16 @@
 //! Starts the rings of a session.
 //!
-//! What must hold: the keeper of sessions gets a ring's state before the ring takes a request. So a
-//! server that follows a dead one knows of each ring that has taken requests.
+//! What must hold
+//! - The keeper of sessions gets a ring's state before the ring takes a request. So a server that
+//!   follows a dead one knows of each ring that has taken requests.
+//! - A front end cannot keep a reactor busy with the starts of rings. Before a start that a message
+//!   asks for, the session waits until earlier starts are paid ([`crate::budget::StartDebt`]).
 
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use rustix::event::{PollFd, PollFlags, Timespec};
 use vhost::vhost_user::Result;
 
 use super::Session;
@@ -90,6 +98,8 @@ impl Session {
     /// end has set another base since it disabled the ring. If the ring cannot start again, it is
     /// not stopped.
     pub(super) fn restart(&mut self, index: usize) -> Result<()> {
+        // The ring still runs meanwhile.
+        self.pause_before_start();
         self.ensure_region()?;
         let mut setup = self.setup(index)?;
         let ran = self.running(index).is_some();
@@ -111,10 +121,26 @@ impl Session {
         self.start_with(index, setup)
     }
 
+    /// Waits until a ring may start, for a second at most. The end of the export ends the wait.
+    pub(in crate::vhost_user) fn pause_before_start(&self) {
+        let _wait = self.export.own_wait();
+        let time = self.device.wait_before_start(Instant::now());
+        if !time.is_zero() && !self.export.stop.load(Ordering::SeqCst) {
+            pause(&self.wake, time);
+        }
+    }
+
     /// Lets rings that have started take requests, because the keeper has their state.
     pub(in crate::vhost_user) fn run_held(&mut self) {
         for queue in self.queues.iter_mut().flatten() {
             queue.release();
         }
     }
+}
+
+/// Waits for `time`, or for a signal on `wake`.
+pub(super) fn pause(wake: &OwnedFd, time: Duration) {
+    let time = Timespec { tv_sec: time.as_secs() as i64, tv_nsec: i64::from(time.subsec_nanos()) };
+    let mut fds = [PollFd::new(wake, PollFlags::IN)];
+    let _ = rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&time)));
 }

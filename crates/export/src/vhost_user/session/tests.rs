@@ -23,6 +23,7 @@ use crate::{PollMode, Reactors};
 mod parts;
 mod rebinding;
 mod resets;
+mod starts;
 
 const FEATURES: u64 = F_PROTOCOL | F_VERSION_1 | F_EVENT_IDX | F_FLUSH | F_CONFIG_WCE;
 const SIZE: u16 = 64;

@@ -212,3 +212,23 @@ fn a_log_is_bounded() {
     assert_eq!(state.check_log_room(MOST_LOG), Ok(()));
     assert_eq!(state.check_log_room(MOST_LOG + 1), Err(Refusal::LogSize(MOST_LOG + 1)));
 }
+
+#[test]
+fn the_memory_table_and_the_logged_rings_are_logged() {
+    let mut state = state();
+    let memory: [(u64, u64); 2] = [(0, 8192), (1 << 40, 4096)];
+    for (guest, size) in memory {
+        state.memory.push(MemoryRegion { guest, user: guest, size, offset: 0, file: None });
+    }
+    assert_eq!(state.logged().collect::<Vec<_>>(), memory);
+    let changes = [
+        Change::Size { index: 1, entries: 8 },
+        Change::Addresses { index: 1, flags: 1, parts: PARTS, log: 0x5000 },
+    ];
+    changes.into_iter().for_each(|change| drop(state.apply(change).unwrap()));
+    assert_eq!(state.logged_memory().collect::<Vec<_>>(), memory);
+    assert_eq!((state.logged_ring(0), state.logged_ring(2)), (None, None));
+    let ring = (0x5000, 4 + 8 * 8);
+    assert_eq!(state.logged_ring(1), Some(ring));
+    assert_eq!(state.logged().collect::<Vec<_>>(), [memory[0], memory[1], ring]);
+}

@@ -1,0 +1,27 @@
+//! Waits before a ring starts.
+
+use std::time::{Duration, Instant};
+
+use super::super::starting::pause;
+use super::*;
+
+#[test]
+fn a_ring_waits_until_earlier_starts_are_paid() {
+    let mut front = Front::started();
+    let (device, hour) = (front.session().device.clone(), Duration::from_secs(3600));
+    // Time pays nothing within the next hour.
+    device.count_start(Instant::now() + hour, hour);
+    let began = Instant::now();
+    front.kick_off(Some(event()));
+    assert!(began.elapsed() >= Duration::from_secs(1), "it waits for {:?}", began.elapsed());
+    front.read();
+}
+
+#[test]
+fn a_signal_to_the_session_ends_the_wait() {
+    let (wake, minute) = (event(), Duration::from_secs(60));
+    rustix::io::write(&wake, &1u64.to_ne_bytes()).unwrap();
+    let began = Instant::now();
+    pause(&wake, minute);
+    assert!(began.elapsed() < minute);
+}
