@@ -7,6 +7,7 @@ use clap::Args;
 use toml::{Table, Value};
 
 use crate::config::Config;
+use crate::config::files::Missing;
 use crate::options::disk::DiskArgs;
 
 /// The configuration file as the server applied it last.
@@ -14,14 +15,13 @@ pub struct Known {
     pub file: Table,
     /// The configuration file as the server read it at its start.
     pub at_start: Table,
-    /// The configuration is a folder without a main file.
-    pub lacks_main: bool,
+    pub missing: Missing,
 }
 
 impl Known {
     pub fn new(config: &Config) -> Self {
-        let Config { file, lacks_main, .. } = config;
-        Known { at_start: file.clone(), file: file.clone(), lacks_main: *lacks_main }
+        let Config { file, missing, .. } = config;
+        Known { at_start: file.clone(), file: file.clone(), missing: *missing }
     }
 }
 

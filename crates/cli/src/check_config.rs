@@ -37,7 +37,10 @@ fn check(options: &ServeOptions, config: &Config) -> anyhow::Result<()> {
     }
     let api = config.api(&options.api);
     if let Some(path) = &api.api {
-        api.socket_group.as_deref().map(api::group).transpose()?;
+        let group = api.socket_group.as_deref().map(api::group).transpose()?;
+        if let Some(group) = group.filter(|group| !api::is_member(*group)) {
+            anyhow::bail!("{}", api::no_member(group));
+        }
         let place = || match (&options.api.api, &options.config) {
             (None, Some(file)) => format!("{}: api", Place::of_main(file, "api")),
             _ => "--api".into(),

@@ -10,7 +10,10 @@ use clap_complete::Shell;
 const BASH: &str = r#"_blockyard_disks() {
     local i api=()
     for ((i = 1; i < COMP_CWORD - 1; i++)); do
-        [[ ${COMP_WORDS[i]} == --api ]] && api=(--api "${COMP_WORDS[i + 1]}")
+        [[ ${COMP_WORDS[i]} == --api ]] || continue
+        # Bash splits --api=SOCKET at the sign.
+        [[ ${COMP_WORDS[i + 1]} == = ]] && ((i++))
+        api=(--api "${COMP_WORDS[i + 1]}")
     done
     "${COMP_WORDS[0]}" ctl --timeout 2 "${api[@]}" names 2>/dev/null
 }
@@ -19,8 +22,11 @@ const BASH: &str = r#"_blockyard_disks() {
 const ZSH: &str = r#"
 _blockyard_disks() {
     local -a api disks
-    local at=${words[(I)--api]}
-    ((at)) && api=(--api "${words[at + 1]}")
+    local at=${words[(I)--api(|=*)]}
+    case ${words[at]} in
+        --api) api=(--api "${words[at + 1]}") ;;
+        --api=*) api=("${words[at]}") ;;
+    esac
     disks=(${(f)"$(blockyard ctl --timeout 2 $api names 2>/dev/null)"})
     compadd -a disks
 }
@@ -30,6 +36,8 @@ const FISH: &str = r#"function __blockyard_disks
     set -l api
     if set -l at (contains -i -- --api $words)
         set api --api $words[(math $at + 1)]
+    else
+        set api (string match -- '--api=*' $words)[-1]
     end
     $words[1] ctl --timeout 2 $api names 2>/dev/null
 end

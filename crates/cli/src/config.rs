@@ -13,7 +13,7 @@ use serde::Deserialize;
 pub mod files;
 pub mod mistake;
 
-use self::files::Instead;
+use self::files::{Instead, Missing};
 use crate::claims::{Claims, ImageId};
 use crate::early;
 use crate::exports;
@@ -75,9 +75,8 @@ pub struct Config {
     /// The parsed file, for messages about its changes.
     #[serde(skip)]
     pub file: toml::Table,
-    /// The configuration is a folder without a main file.
     #[serde(skip)]
-    pub lacks_main: bool,
+    pub missing: Missing,
     /// Names that a file removes although no earlier one has such a disk.
     #[serde(skip)]
     pub unknown: Vec<Unknown>,

@@ -7,11 +7,11 @@ use blockyard_disk::{OnEnospc, Source, SourceError};
 use blockyard_export::xen::XenData;
 use blockyard_image::journal::CrashSafety;
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
+use blockyard_storage::OpenOptions;
 use blockyard_yard::{Activation, DiskSettings, Ended, Way};
 
 use crate::exports;
 use crate::figures;
-use crate::journals::CrashMode;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 
@@ -40,7 +40,6 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
             ("--prime", disk.prime),
             ("--backing-folder (key backing-folders)", !disk.backing_folders.is_empty()),
             ("--copy-on-read", disk.copy_on_read),
-            ("--crash-safety", disk.crash_safety != CrashMode::default()),
         ];
         if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
             anyhow::bail!(
@@ -135,8 +134,9 @@ fn check_activation(disk: &DiskArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Opens the image and closes it again, to find errors. Takes no lock, because another server may
-/// have the image open. Does nothing for images of other programs and hosts (NBD, `exec:`).
+/// Opens the image and closes it again, to find errors. Takes no lock and writes nothing, because
+/// another server may have the image open. Looks whether it could be opened for writing. Does
+/// nothing for images of other programs and hosts (NBD, `exec:`).
 pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
     if Source::scheme_of(&disk.image).is_some_and(|(scheme, _)| scheme.is_elsewhere()) {
         return Ok(());
@@ -151,10 +151,16 @@ pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
         // A journal needs the state folder, which the server makes as its own user.
         ..disk.chain_with(CrashSafety::default())
     };
-    Source::open(&options)
-        .map(drop)
-        .map_err(|e| advise(e, disk))
-        .with_context(|| format!("disk \"{}\"", disk.name()))
+    let opened = Source::open(&options).map(drop).and_then(|()| {
+        let is_file = Source::scheme_of(&disk.image).is_none();
+        if disk.read_only || !is_file {
+            return Ok(());
+        }
+        let overlaid = options.overlaid.clone();
+        let file = OpenOptions { overlaid, ..OpenOptions::new(&disk.image, read_only, cache) };
+        Ok(file.check_writable()?)
+    });
+    opened.map_err(|e| advise(e, disk)).with_context(|| format!("disk \"{}\"", disk.name()))
 }
 
 /// Adds advice to the error of an image that cannot be opened, if an option of `serve` helps.

@@ -8,11 +8,14 @@
 //! already, and starts the server again.
 
 use std::ffi::OsString;
-use std::os::fd::OwnedFd;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
 
 use anyhow::Context;
 use blockyard_export::keeper::{self, Store};
 use blockyard_export::vhost_user::Before;
+use blockyard_ring::parcel::Parcel;
+use rustix::net::{Shutdown, shutdown, sockopt};
 
 use crate::exports::HandedExports;
 use crate::handover::{HandOvers, Takeover, inherited_connection, own_binary};
@@ -20,6 +23,11 @@ use crate::{inherited, supervisor};
 
 /// Name of the holder's connection in a hand-over.
 const HOLDER: &str = "holder";
+
+/// Why a server without its holder refuses a hand-over: the next one cannot announce itself, and
+/// ends.
+const LOST: &str = "this server has lost its holder, and an upgrade would end with it: restart the \
+                    server";
 
 /// Runs the holder until its server exits. Returns the server's status.
 pub fn run() -> anyhow::Result<u8> {
@@ -79,26 +87,32 @@ pub fn connect(takeover: Option<&mut Takeover>) -> anyhow::Result<()> {
 /// number.
 pub fn take_all(handed: &HandedExports) -> anyhow::Result<usize> {
     let all = keeper::left_behind().context("reading the sessions that were kept")?;
-    let (mut count, mut is_outdated) = (0, false);
+    let mut count = 0;
     for (key, parcel) in all {
         let Some((kind, disk)) = key.split_once(':') else { continue };
         // The server that died could not replace it (`blockyard_export::keeper`).
         if parcel.bytes.is_empty() {
             tracing::error!(disk, "what was kept of it is out of date: its front end is lost");
-            drop(parcel);
+            stop_listening(&parcel);
             keeper::forget(&key);
-            is_outdated = true;
             continue;
         }
         handed.put(disk, kind, parcel, Before::Died);
         count += 1;
     }
-    if is_outdated {
-        // The disks listen on the same sockets again, so the keeper should have closed its copies.
-        // It does that beside its answers. Most often one answer is time enough.
-        let _ = keeper::left_behind();
-    }
     Ok(count)
+}
+
+/// Makes the listening sockets of a parcel refuse connections. The keeper closes its copies of them
+/// later, and the disk could not listen on the same path until then. Inherited sockets have another
+/// owner, and go on.
+fn stop_listening(parcel: &Parcel) {
+    let listens = |fd: &&OwnedFd| sockopt::socket_acceptconn(fd).unwrap_or(false);
+    for socket in parcel.fds.iter().filter(listens) {
+        if !blockyard_ring::inherited::is_same(socket.as_fd()) {
+            let _ = shutdown(socket, Shutdown::Both);
+        }
+    }
 }
 
 /// Makes the holder watch this process.
@@ -124,9 +138,37 @@ pub fn announce_surely() -> anyhow::Result<()> {
 pub fn offer(hand_overs: &HandOvers) {
     if keeper::connection().is_some() {
         hand_overs.offer(HOLDER, || {
-            let socket =
-                keeper::connection().unwrap_or(Err(std::io::ErrorKind::NotConnected.into()))?;
-            Ok(blockyard_ring::parcel::Parcel { bytes: Vec::new(), fds: vec![socket] })
+            let socket = keeper::connection().unwrap_or_else(|| Err(io::Error::other(LOST)))?;
+            Ok(Parcel { bytes: Vec::new(), fds: vec![socket] })
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::{UnixListener, UnixStream};
+
+    use blockyard_export::Listener;
+
+    use super::*;
+
+    #[test]
+    fn a_disk_listens_where_the_keeper_has_a_socket_that_is_out_of_date() {
+        let name = format!("blockyard-outdated-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let (kept, (mut connection, mut front_end)) =
+            (UnixListener::bind(&path).unwrap(), UnixStream::pair().unwrap());
+        let copies = [kept.as_fd(), connection.as_fd()];
+        let fds = copies.map(|fd| fd.try_clone_to_owned().unwrap()).into();
+        assert!(Listener::bind(&path).is_err(), "the keeper's copy listens");
+        stop_listening(&Parcel { bytes: Vec::new(), fds });
+        let again = Listener::bind(&path).unwrap();
+        UnixStream::connect(&path).unwrap();
+        // Sockets that do not listen stay as they are.
+        connection.write_all(&[7]).unwrap();
+        front_end.read_exact(&mut [0]).unwrap();
+        drop(again);
+        assert!(!path.exists());
     }
 }

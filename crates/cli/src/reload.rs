@@ -19,7 +19,7 @@ use toml::Table;
 use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::{change, changes, describe, inner};
 use crate::claims::Claims;
-use crate::config::{Config, files};
+use crate::config::Config;
 use crate::disks::check;
 use crate::exports::bound::{self, Address, Bound};
 use crate::identities::Images;
@@ -138,7 +138,9 @@ impl Server {
         // The reload may fail, so the programs of the present disks stay reserved.
         let present = before.iter().map(|entry| &entry.args);
         sandbox::reserve(self.options.config.as_deref(), config.disks.iter().chain(present));
-        self.check_main(&config)?;
+        if let Some(path) = &self.options.config {
+            config.missing.check(self.known().missing, path)?;
+        }
         config.api(&self.options.api).check()?;
         config.check_each(check)?;
         let settings = config.nbd_settings(&self.options.nbd)?;
@@ -182,7 +184,7 @@ impl Server {
         self.revoke(&config, &before, &failed);
         self.note_reloaded(&config, &failed);
         let mut known = self.known();
-        (known.file, known.lacks_main) = (config.file, config.lacks_main);
+        (known.file, known.missing) = (config.file, config.missing);
         drop(known);
         let done = without(plan, failed);
         if self.options.config.is_some() {
@@ -197,20 +199,7 @@ impl Server {
         Ok(done)
     }
 
-    /// Returns an error if the main file of a folder has gone since the server read it: that is a
-    /// mistake more often than an order to close its disks.
-    fn check_main(&self, config: &Config) -> anyhow::Result<()> {
-        let is_gone = config.lacks_main && !self.known().lacks_main;
-        let main = self.options.config.as_deref().map(files::main).unwrap_or_default();
-        anyhow::ensure!(
-            !is_gone,
-            "configuration {}: the file is missing: restore it, or write an empty one",
-            main.display()
-        );
-        Ok(())
-    }
-
-    fn known(&self) -> MutexGuard<'_, crate::changes::Known> {
+    pub fn known(&self) -> MutexGuard<'_, crate::changes::Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -26,7 +26,7 @@ pub fn has_overlay(served: &DiskInfo) -> bool {
 }
 
 /// Returns whether an image is the topmost one of the disk, by this path or another one.
-fn is_top(served: &DiskInfo, image: &Path) -> bool {
+pub fn is_top(served: &DiskInfo, image: &Path) -> bool {
     let Some(top) = &served.top else { return false };
     let id = |path: &Path| {
         let file = path.to_path_buf();

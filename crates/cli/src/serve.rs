@@ -356,7 +356,8 @@ impl Server {
     }
 
     /// Begins to open the disks that the previous server had not opened. Their storage may not
-    /// answer, so nothing waits for them.
+    /// answer, so nothing waits for them. What a disk of the configuration continues stays for a
+    /// correction.
     fn add_unopened(&self, disks: Vec<Wanted>) {
         for Wanted { args, keys, by_api, set, changed } in disks {
             let name = args.name();
@@ -370,9 +371,10 @@ impl Server {
                 Ok(adding) => adding.later(),
                 Err(e) => {
                     if !e.goes_on() {
-                        self.common.handed.end_disk(&name, Vec::new());
-                        if !by_api {
-                            self.note_unopened(&args, &e.to_string());
+                        match by_api {
+                            // No reload opens it, so its clients must not wait.
+                            true => self.common.handed.end_disk(&name, Vec::new()),
+                            false => self.note_unopened(&args, &e.to_string()),
                         }
                     }
                     tracing::error!("{:#}", anyhow::Error::from(e));

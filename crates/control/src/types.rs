@@ -408,6 +408,9 @@ pub struct Upgraded {
     pub pid: u32,
     pub version: String,
     pub disks: Vec<HandedOver>,
+    /// Disks that the new server does not have, because its configuration does not have them.
+    #[serde(default)]
+    pub ended: Vec<String>,
     /// Number of NBD clients that were disconnected, because they use TLS or had chosen no export
     /// yet. They can connect to the new server.
     #[serde(default)]

@@ -48,11 +48,14 @@ enum Keeper {
 /// The keeper, and what it has of this server.
 struct Held {
     keeper: Option<Keeper>,
+    /// Systemd's store, after it has been given up. It still has descriptors of this service.
+    lost: Option<Store>,
     /// Descriptions of the parcels, by key.
     descriptions: BTreeMap<String, OwnedFd>,
 }
 
-static HELD: Mutex<Held> = Mutex::new(Held { keeper: None, descriptions: BTreeMap::new() });
+static HELD: Mutex<Held> =
+    Mutex::new(Held { keeper: None, lost: None, descriptions: BTreeMap::new() });
 
 fn held() -> MutexGuard<'static, Held> {
     HELD.lock().unwrap_or_else(PoisonError::into_inner)
@@ -85,19 +88,16 @@ pub fn connection() -> Option<io::Result<OwnedFd>> {
     }
 }
 
-/// Returns the name of a parcel in systemd's store, for a server that takes over.
-pub fn stored(key: &str) -> Option<String> {
-    match &held().keeper {
-        Some(Keeper::Store(store)) => store.name(key),
-        _ => None,
-    }
+/// Returns the name of a parcel in systemd's store, for a server that takes over, and a copy of its
+/// description. None: the store does not have it. No description: this server has emptied it.
+pub fn stored(key: &str) -> Option<(String, Option<OwnedFd>)> {
+    held().stored(key)
 }
 
-/// Notes that another server has kept a parcel in systemd's store by this name.
-pub fn adopt(key: String, name: String) {
-    if let Some(Keeper::Store(store)) = &mut held().keeper {
-        store.adopt(key, name);
-    }
+/// Notes that another server has kept a parcel in systemd's store by this name. `description`: so
+/// that this server can empty it.
+pub fn adopt(key: String, name: String, description: Option<OwnedFd>) {
+    held().adopt(key, name, description);
 }
 
 /// Makes the holder watch this process, and start `program` if it dies. (systemd learns the process
@@ -191,6 +191,24 @@ impl Held {
         }
     }
 
+    fn stored(&self, key: &str) -> Option<(String, Option<OwnedFd>)> {
+        let name = match &self.keeper {
+            Some(Keeper::Store(store)) => store.name(key),
+            _ => self.lost.as_ref().and_then(|store| store.name(key)),
+        };
+        let description = self.descriptions.get(key);
+        Some((name?, description.and_then(|file| file.try_clone().ok())))
+    }
+
+    fn adopt(&mut self, key: String, name: String, description: Option<OwnedFd>) {
+        if let Some(description) = description {
+            self.descriptions.insert(key.clone(), description);
+        }
+        if let Some(Keeper::Store(store)) = &mut self.keeper {
+            store.adopt(key, name);
+        }
+    }
+
     /// Returns what other servers have kept. From now on, this server can empty their descriptions.
     fn left_behind(&mut self) -> io::Result<Vec<(String, Parcel)>> {
         let all = match &mut self.keeper {
@@ -228,7 +246,9 @@ impl Held {
                     Keeper::Store(_) => "systemd's store of descriptors",
                 };
                 tracing::error!("{what}: {name} cannot be reached, nothing is kept any more: {e}");
-                self.keeper = None;
+                if let Some(Keeper::Store(store)) = self.keeper.take() {
+                    self.lost = Some(store);
+                }
                 None
             }
         }
@@ -331,6 +351,8 @@ fn read(description: &OwnedFd) -> io::Result<Vec<u8>> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixDatagram;
+
     use rustix::net::{AddressFamily, SocketFlags, SocketType};
 
     use super::*;
@@ -340,7 +362,17 @@ mod tests {
         let (family, kind) = (AddressFamily::UNIX, SocketType::SEQPACKET);
         let (ours, holder) =
             rustix::net::socketpair(family, kind, SocketFlags::CLOEXEC, None).unwrap();
-        (Held { keeper: Some(Keeper::Holder(ours)), descriptions: BTreeMap::new() }, holder)
+        (with(Keeper::Holder(ours)), holder)
+    }
+
+    fn with(keeper: Keeper) -> Held {
+        Held { keeper: Some(keeper), lost: None, descriptions: BTreeMap::new() }
+    }
+
+    /// A server of a service with systemd's store, and the manager's end of the connection.
+    fn with_store() -> (Held, UnixDatagram) {
+        let (ours, manager) = UnixDatagram::pair().unwrap();
+        (with(Keeper::Store(Store::new(ours, Vec::new(), 8).unwrap())), manager)
     }
 
     fn session() -> Parcel {
@@ -376,5 +408,36 @@ mod tests {
         drop(holder);
         assert!(!next.keep("a", &session()).unwrap());
         assert_eq!(read(kept).unwrap(), b"");
+    }
+
+    /// A server that takes over does not read systemd's store: it learns the names and descriptions
+    /// from the server before.
+    #[test]
+    fn a_parcel_that_a_server_has_taken_over_is_emptied() {
+        let (mut first, _manager) = with_store();
+        assert!(first.keep("a", &session()).unwrap());
+        let (name, description) = first.stored("a").unwrap();
+        let (mut next, manager) = with_store();
+        next.adopt("a".into(), name.clone(), description);
+        assert_eq!(next.stored("a").unwrap().0, name);
+        drop(manager);
+        assert!(!next.keep("a", &session()).unwrap());
+        assert_eq!(read(&first.descriptions["a"]).unwrap(), b"");
+    }
+
+    /// systemd counts what it has of a server that has given it up. The next server must do it too.
+    #[test]
+    fn the_next_server_learns_what_a_store_that_was_given_up_still_has() {
+        let (mut held, manager) = with_store();
+        ["a", "b"].iter().for_each(|key| assert!(held.keep(key, &session()).unwrap()));
+        let before = ["a", "b"].map(|key| held.stored(key).unwrap().0);
+        drop(manager);
+        assert!(!held.keep("a", &session()).unwrap());
+        assert!(held.keeper.is_none());
+        let after = ["a", "b"].map(|key| held.stored(key).unwrap());
+        assert_eq!(after.each_ref().map(|(name, _)| name.clone()), before);
+        // The next server replaces the emptied parcel, and can empty the other one.
+        assert_eq!(after.map(|(_, description)| description.is_some()), [false, true]);
+        assert!(held.stored("c").is_none());
     }
 }

@@ -1,7 +1,8 @@
 //! Listening sockets that this process inherited: systemd's socket activation, or descriptors of a
 //! parent.
 //!
-//! In: descriptor numbers from the configuration. Out: sockets.
+//! In: descriptor numbers from the configuration. Out: sockets, and whether a descriptor is one of
+//! them.
 //!
 //! What must hold
 //! - A number that is not an inherited descriptor is refused. This holds also later, when this
@@ -10,7 +11,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
-use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::io::FdFlags;
@@ -71,6 +72,23 @@ pub fn has(number: i32) -> bool {
     sockets.noted.contains(&number) || sockets.kept.contains_key(&number)
 }
 
+/// Returns whether a descriptor refers to the same socket or file as an inherited one.
+pub fn is_same(fd: BorrowedFd<'_>) -> bool {
+    let identity = |fd: BorrowedFd<'_>| {
+        let file = rustix::fs::fstat(fd).ok()?;
+        Some((file.st_dev, file.st_ino))
+    };
+    let Some(file) = identity(fd) else { return false };
+    let sockets = sockets();
+    let noted = sockets.noted.iter().map(|number| {
+        // SAFETY: the parent opened it, and nothing in this process closes it while it is in
+        // `noted`, which stays locked meanwhile.
+        unsafe { BorrowedFd::borrow_raw(*number) }
+    });
+    let mut all = noted.chain(sockets.kept.values().map(|(socket, _)| socket.as_fd()));
+    all.any(|inherited| identity(inherited) == Some(file))
+}
+
 /// Returns an inherited listening socket, for one export at a time.
 pub fn take(number: i32) -> io::Result<(OwnedFd, Claim)> {
     let mut sockets = sockets();
@@ -119,7 +137,7 @@ pub fn take_any(number: i32) -> io::Result<OwnedFd> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::{AsFd, AsRawFd};
+    use std::os::fd::AsRawFd;
 
     use super::*;
 
@@ -131,9 +149,12 @@ mod tests {
         // does not drop it.
         let passed = std::mem::ManuallyDrop::new(listener());
         rustix::io::fcntl_setfd(passed.as_fd(), FdFlags::empty()).unwrap();
-        let passed = passed.as_raw_fd();
+        let (copy, passed) = (passed.try_clone().unwrap(), passed.as_raw_fd());
         note();
+        assert!(is_same(copy.as_fd()), "it is noted");
         let (socket, claim) = take(passed).unwrap();
+        assert!(is_same(copy.as_fd()), "it is in use");
+        assert!(!is_same(listener().as_fd()), "another socket");
         assert_eq!(take(passed).unwrap_err().kind(), io::ErrorKind::AddrInUse);
         drop((socket, claim));
         let (_socket, _claim) = take(passed).expect("a disk that is reopened can use it");

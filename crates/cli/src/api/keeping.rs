@@ -1,12 +1,14 @@
 //! What calls with `persist` write into the configuration.
 
 use blockyard_control::{Answer, Kind, Object, Problem};
+use blockyard_yard::DiskInfo;
 use toml::Table;
 
 use super::words;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
+use crate::reopening;
 
 /// Of a call with `persist` that fails, or has not ended.
 pub const NOT_WRITTEN: &str = "nothing is written into the configuration";
@@ -34,6 +36,25 @@ pub fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -
     })?;
     store.check(name, &keys).map_err(|e| conflict(&e))?;
     Ok(keys)
+}
+
+/// Returns an error if the next start would open the disk without the overlay that a snapshot has
+/// put on it.
+pub fn check_top(served: &DiskInfo, kept: &Table) -> Answer<()> {
+    let image = kept.get("image").and_then(toml::Value::as_str).unwrap_or_default();
+    match &served.top {
+        Some(top)
+            if reopening::has_overlay(served) && !reopening::is_top(served, image.as_ref()) =>
+        {
+            let (name, top) = (&served.name, top.display());
+            let what = format!(
+                "persist: a snapshot has put overlay {top} on disk \"{name}\": name the overlay as \
+                 the disk's image in a file of the configuration first (format qcow2)"
+            );
+            Err(Problem::new(Kind::Conflict, what))
+        }
+        _ => Ok(()),
+    }
 }
 
 /// Returns the error of a change that took effect, but that a restart would lose.

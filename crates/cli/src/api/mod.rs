@@ -152,8 +152,10 @@ fn listen(path: &str, mode: u32, group: Option<u32>) -> anyhow::Result<Listener>
         return Ok(Listener::inherited(inherited::socket(text)?));
     }
     let listener = Listener::bind(path.as_ref())?;
-    permit(path.as_ref(), mode, group)
-        .with_context(|| format!("socket {path}: cannot set its group or its mode"))?;
+    permit(path.as_ref(), mode, group).with_context(|| match group {
+        Some(group) if !is_member(group) => format!("socket {path}: {}", no_member(group)),
+        _ => format!("socket {path}: cannot set its group or its mode"),
+    })?;
     Ok(listener)
 }
 
@@ -163,6 +165,21 @@ fn permit(path: &Path, mode: u32, group: Option<u32>) -> std::io::Result<()> {
         std::os::unix::fs::chown(path, None, group)?;
     }
     std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode))
+}
+
+/// Returns whether this process may give its sockets to a group.
+pub fn is_member(group: u32) -> bool {
+    let own = rustix::process::getgroups().unwrap_or_default();
+    let mut own = own.into_iter().chain([rustix::process::getegid()]);
+    rustix::process::geteuid().is_root() || own.any(|own| own.as_raw() == group)
+}
+
+/// Returns what to do if [`is_member`] is false.
+pub fn no_member(group: u32) -> String {
+    format!(
+        "socket-group: the server's user is no member of group {group}: add it to the group, or, in \
+         a unit of systemd, add SupplementaryGroups={group}"
+    )
 }
 
 /// Returns the number of a group, which is given by name or number.

@@ -15,7 +15,7 @@ use blockyard_program::output::shell;
 use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
-use super::keeping::{NOT_WRITTEN, conflict, kept, not_kept};
+use super::keeping::{NOT_WRITTEN, check_top, conflict, kept, not_kept};
 use super::{sampled, words};
 use crate::book::{Entry, HeldDisk, HoldError};
 use crate::changes::inner;
@@ -385,6 +385,9 @@ impl Operator for Server {
             check_writes(&args).map_err(|e| invalid("on-enospc", &format!("{e:#}")))?;
         }
         let kept = store.as_ref().map(|store| kept(store, name, &table, keys)).transpose()?;
+        if let Some(kept) = &kept {
+            check_top(&self.info(name)?, kept)?;
+        }
         held.note_set(&before, set.iter());
         if args.cache == cache {
             self.change(&held, args.clone(), table.clone()).map_err(words::problem)?;

@@ -10,8 +10,8 @@ use std::path::{Path, PathBuf};
 use blockyard_disk::Source;
 use blockyard_ring::sandbox::Reserved;
 use blockyard_ring::small_file::read_text;
-use serde::Deserialize;
 use serde::de::DeserializeOwned;
+use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
 use super::{Config, ConfigError, Place, Unknown, mistake};
@@ -41,6 +41,35 @@ struct Part {
     groups: BTreeMap<String, GroupArgs>,
     #[serde(default, rename = "disk")]
     disks: Vec<DiskArgs>,
+}
+
+/// What a configuration does not have of its files.
+#[derive(Clone, Copy, Debug, Default, Deserialize, PartialEq, Serialize)]
+pub struct Missing {
+    /// The configuration is a folder without a main file.
+    pub main: bool,
+    /// There is no folder `conf.d`.
+    pub parts: bool,
+}
+
+impl Missing {
+    /// Returns an error if a file or folder has gone since a server read the configuration: that is
+    /// a mistake more often than an order to close its disks. `before`: what was missing then.
+    pub fn check(self, before: Missing, config: &Path) -> anyhow::Result<()> {
+        let main = main(config);
+        anyhow::ensure!(
+            before.main || !self.main,
+            "configuration {}: the file is missing: restore it, or write an empty one",
+            main.display()
+        );
+        let folder = root(config).join(FOLDER);
+        anyhow::ensure!(
+            before.parts || !self.parts,
+            "configuration {}: the folder is missing: restore it, or make an empty one",
+            folder.display()
+        );
+        Ok(())
+    }
 }
 
 /// Returns the folder that holds the main file of a configuration.
@@ -76,7 +105,7 @@ pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, Confi
     let mut all = match read_text(&main) {
         // A folder may have parts only.
         Err(e) if is_folder && e.is_missing() && !is_link(&main) => {
-            Config { lacks_main: true, ..Config::default() }
+            Config { missing: Missing { main: true, parts: false }, ..Config::default() }
         }
         text => {
             let text = text.map_err(ConfigError::File)?;
@@ -86,7 +115,9 @@ pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, Confi
         }
     };
     let mut known: HashSet<_> = all.disks.iter().map(DiskArgs::name).collect();
-    for (path, given) in parts(&root(config).join(FOLDER), instead)? {
+    let folder = root(config).join(FOLDER);
+    all.missing.parts = !folder.is_dir();
+    for (path, given) in parts(&folder, instead)? {
         let text = match given {
             Some(text) => text.to_string(),
             None => read_text(&path).map_err(ConfigError::File)?,

@@ -326,8 +326,7 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
             caller.patch(&of(disk, &format!("?force={force}&persist={persist}")), &object(keys)?)
         }
         Command::Snapshot { disk, overlay, persist, unrecorded, no_wait } => {
-            // The server may have another working folder.
-            let overlay = std::path::absolute(overlay).context("finding the working folder")?;
+            let overlay = full(overlay)?;
             let body = json!({ "overlay": overlay, "persist": persist, "unrecorded": unrecorded });
             caller.start(&of(disk, "/snapshot"), Some(&body), *no_wait)
         }
@@ -338,8 +337,7 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
         Command::Cancel { job } => caller.delete(&format!("/v1/jobs/{job}")),
         Command::Reload { dry_run } => caller.post(&format!("/v1/reload?dry-run={dry_run}"), None),
         Command::Upgrade { binary } => {
-            let binary = binary.as_ref().map(std::path::absolute).transpose();
-            let binary = binary.context("finding the working folder")?;
+            let binary = binary.as_deref().map(full).transpose()?;
             caller.post("/v1/upgrade", Some(&json!({ "binary": binary })))
         }
         Command::Refresh { disk } => caller.post(&of(disk, "/refresh"), None),
@@ -360,6 +358,13 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
 /// Keys with values that are always texts, also if they look like numbers.
 const TEXTS: [&str; 8] =
     ["name", "image", "serial", "description", "device", "group", "nbd-name", "vhost-user"];
+
+/// Returns a path for the server, which may have another working folder.
+fn full(path: &Path) -> anyhow::Result<String> {
+    let path = std::path::absolute(path).context("finding the working folder")?;
+    let text = path.into_os_string().into_string();
+    text.map_err(|path| anyhow::anyhow!("path {path:?}: the API takes paths in UTF-8 only"))
+}
 
 /// Parses KEY=VALUE. A value is a number, true, false or JSON; else it is text. No value: null.
 fn object(keys: &[String]) -> anyhow::Result<Value> {

@@ -98,6 +98,10 @@ fn upgraded(done: &Upgraded) -> String {
         table(&rows)
     );
     text += &changed;
+    for disk in &done.ended {
+        let what = clean(&format!("{disk}: ended"));
+        let _ = writeln!(text, "{what} (the configuration does not have it)");
+    }
     if done.disconnected > 0 {
         text += &format!(
             "{} NBD clients were disconnected (TLS, or no export chosen yet)\n",

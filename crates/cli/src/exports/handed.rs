@@ -1,6 +1,6 @@
 //! Exports that another server has handed over, until this one continues or ends them.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::sync::{Mutex, PoisonError};
 
@@ -26,6 +26,18 @@ impl HandedExports {
     pub fn take(&self, disk: &str, kind: &str) -> Option<(Parcel, Before)> {
         let mut all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         all.remove(&(disk.into(), kind.into()))
+    }
+
+    /// Returns whether nothing has taken the parcel of an export yet.
+    pub fn has(&self, disk: &str, kind: &str) -> bool {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.contains_key(&(disk.into(), kind.into()))
+    }
+
+    /// Returns the disks with exports that nothing has taken.
+    pub fn disks(&self) -> BTreeSet<String> {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.keys().map(|(disk, _)| disk.clone()).collect()
     }
 
     /// Returns copies of the exports of a disk that nothing has taken, each with its kind.

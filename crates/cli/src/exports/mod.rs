@@ -30,7 +30,7 @@ pub use handed::HandedExports;
 pub use ublk::ublk_options;
 
 /// Exports start in this order. ublk and Xen come last: the host or a guest uses their devices at
-/// once.
+/// once. [`ways`] puts an export that continues a session behind them.
 const ALL: [&dyn Kind; 4] = [&vhost_user::Kind, &nbd::Kind, &ublk::Kind, &xen::Kind];
 
 /// State that the exports of all disks share.
@@ -111,6 +111,11 @@ trait Kind: Sync {
         None
     }
 
+    /// Returns whether a client that the export disconnects may be unable to connect again.
+    fn keeps_session(&self) -> bool {
+        false
+    }
+
     /// Returns whether the next server must continue an export that is handed over.
     fn must_continue(&self) -> bool {
         false
@@ -147,9 +152,17 @@ fn requested(args: &DiskArgs) -> impl Iterator<Item = &'static dyn Kind> {
     ALL.into_iter().filter(|kind| kind.is_requested(args))
 }
 
-/// Returns the exports that a disk's options request.
+/// Returns the exports that a disk's options request, in the order in which they start. One that
+/// continues a session of another server is the last: if another export cannot start, the session
+/// must stay for a later attempt.
 pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
-    ALL.iter().filter_map(|kind| kind.way(args, common)).collect()
+    let disk = args.name();
+    let mut kinds = ALL;
+    kinds.sort_by_key(|kind| {
+        let is_handed = |parcels| common.handed.has(&disk, parcels);
+        kind.keeps_session() && kind.parcels().is_some_and(is_handed)
+    });
+    kinds.iter().filter_map(|kind| kind.way(args, common)).collect()
 }
 
 pub fn is_exported(args: &DiskArgs) -> bool {

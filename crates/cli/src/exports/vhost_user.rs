@@ -50,6 +50,10 @@ impl super::Kind for Kind {
         Some(vhost_user::KIND)
     }
 
+    fn keeps_session(&self) -> bool {
+        true
+    }
+
     fn end_handed(&self, disk: &str, parcel: Parcel, before: Before) -> bool {
         keeper::forget(&format!("{}:{disk}", vhost_user::KIND));
         // Its listener removes the file of its socket.

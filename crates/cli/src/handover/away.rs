@@ -6,7 +6,7 @@
 //! operator (a reload, an upgrade) opens it. A process that has locked the image meanwhile, such as
 //! a check, delays a disk and does not end it.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -99,27 +99,41 @@ impl<'a> Away<'a> {
     }
 }
 
-/// Returns the parcel with the names of a disk's exports in systemd's store, if they are there.
+/// Returns the parcel with the names of a disk's exports in systemd's store, if they are there. Its
+/// descriptors are the descriptions of these exports in the order of their keys, all or none.
 fn kept<'a>(disk: &str, kinds: impl Iterator<Item = &'a str>) -> Option<Parcel> {
-    let keys = kinds.map(|kind| format!("{kind}:{disk}"));
-    let kept: HashMap<_, _> = keys.filter_map(|key| Some((keeper::stored(&key)?, key))).collect();
-    let kept: HashMap<_, _> = kept.into_iter().map(|(name, key)| (key, name)).collect();
-    let bytes = (!kept.is_empty()).then(|| serde_json::to_vec(&kept).unwrap_or_default());
-    bytes.map(|bytes| Parcel { bytes, fds: Vec::new() })
+    let keys: BTreeSet<_> = kinds.map(|kind| format!("{kind}:{disk}")).collect();
+    let kept = keys.into_iter().filter_map(|key| {
+        let (name, description) = keeper::stored(&key)?;
+        Some(((key, name), description))
+    });
+    let (names, descriptions): (BTreeMap<String, String>, Vec<_>) = kept.unzip();
+    if names.is_empty() {
+        return None;
+    }
+    let bytes = serde_json::to_vec(&names).unwrap_or_default();
+    let fds = descriptions.into_iter().collect::<Option<Vec<_>>>().unwrap_or_default();
+    Some(Parcel { bytes, fds })
+}
+
+/// Returns an error if the disk waits for the program of an `exec:` image.
+pub fn check_program(args: &DiskArgs) -> anyhow::Result<()> {
+    let scheme = Source::scheme_of(&args.image);
+    if scheme.is_some_and(|(scheme, name)| scheme.program(name).is_some()) {
+        let disk = args.name();
+        let what = format!("disk \"{disk}\" waits for its program: try again when it is served");
+        return Err(NotNow(what).into());
+    }
+    Ok(())
 }
 
 /// Returns what a disk continues of an earlier server, for the new one: each parcel with its kind.
 /// This server has not opened the disk, so it is left to the new one.
-pub fn unopened(server: &Server, args: &DiskArgs) -> anyhow::Result<Vec<(String, Parcel)>> {
-    let disk = args.name();
-    if Source::scheme_of(&args.image).is_some_and(|(scheme, name)| scheme.program(name).is_some()) {
-        let what = format!("disk \"{disk}\" waits for its program: try again when it is served");
-        return Err(NotNow(what).into());
-    }
-    let copies = server.common.handed.copies(&disk);
+pub fn unopened(server: &Server, disk: &str) -> anyhow::Result<Vec<(String, Parcel)>> {
+    let copies = server.common.handed.copies(disk);
     let mut copies =
         copies.with_context(|| format!("copying the connections of disk \"{disk}\""))?;
-    let kept = kept(&disk, copies.iter().map(|(kind, _)| kind.as_str()));
+    let kept = kept(disk, copies.iter().map(|(kind, _)| kind.as_str()));
     copies.extend(kept.map(|parcel| (KEPT.into(), parcel)));
     Ok(copies)
 }

@@ -12,7 +12,8 @@ use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 
-use super::old::{Alone, hand_over, refuse};
+use super::alone::Alone;
+use super::old::{hand_over, refuse};
 use super::{FromOld, MESSAGE_TIME, Peer};
 use crate::server::Server;
 

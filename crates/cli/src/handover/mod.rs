@@ -14,9 +14,9 @@
 //!   Serves ───────────────────────────────────►   exits
 //!   reads messages, accepts clients
 //! ```
-//! `old` and `new` are the two sides. `settings` keeps what calls have set. `away` is a disk on its
-//! way. `launcher` starts the new server for one in a sandbox. `control` waits for new servers that
-//! something else has started.
+//! `old` and `new` are the two sides. `alone` is what an old server excludes meanwhile. `settings`
+//! keeps what calls have set. `away` is a disk on its way. `launcher` starts the new server for one
+//! in a sandbox. `control` waits for new servers that something else has started.
 //!
 //! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
@@ -28,13 +28,15 @@
 //!   fails ([`Peer::receive_last`]). Until the new server knows that it is sent, it is not the
 //!   owner.
 //! - A disk that is still being opened delays no hand-over. The old server does not begin to serve
-//!   it meanwhile, and the new one opens it after `Serves`.
+//!   it meanwhile, and the new one opens it after `Serves`. It also opens a disk that an error has
+//!   ended, with the connections that the old server keeps for it.
 //! - The program of an `exec:` image notices nothing: its connection and its process move.
 //! - What calls have set, added and removed goes on, unless the configuration file has another
 //!   value than the old server has read.
 //! - A disk's counters go on, and its limits hold across the hand-over (`blockyard_disk::Carried`).
 //! - Each message is a parcel of JSON and descriptors. `Hello` and `Refused` never change.
 
+mod alone;
 mod away;
 mod control;
 pub mod launcher;
@@ -55,12 +57,14 @@ use serde::{Deserialize, Serialize};
 use toml::Table;
 
 use crate::book::SetKeys;
+use crate::config::files::Missing;
 use crate::exports::HandedExports;
 
+pub use alone::{HandOvers, NotNow};
 pub use control::Control;
 pub use launcher::own_binary;
 pub use new::{Takeover, inherited_connection, report};
-pub use old::{HandOvers, NotNow, upgrade};
+pub use old::upgrade;
 pub use settings::Wanted;
 
 /// Version of the messages. A change that the other side would misread needs a new number.
@@ -70,7 +74,8 @@ const FORMAT: u32 = 1;
 const CARRIED: &str = "carried";
 /// Kind of the parcel with the program of an `exec:` image.
 const PROGRAM: &str = "program";
-/// Kind of the parcel with the names of a disk's exports in systemd's store, by key.
+/// Kind of the parcel with the names of a disk's exports in systemd's store, by key, and with their
+/// descriptions.
 const KEPT: &str = "kept";
 /// Name of a listening socket of NBD, before its address.
 const NBD: &str = "nbd ";
@@ -124,6 +129,9 @@ enum FromOld {
         /// Disks that calls have removed, with their keys in the configuration file.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
         removed: BTreeMap<String, Table>,
+        /// What its configuration does not have. None: the version does not send it.
+        #[serde(default, skip_serializing_if = "Option::is_none")]
+        missing: Option<Missing>,
     },
     Given {
         exports: Vec<String>,
@@ -135,7 +143,7 @@ enum FromOld {
     Commit,
 }
 
-/// A disk that the old server serves.
+/// A disk that the old server has.
 #[derive(Debug, Deserialize, Serialize)]
 struct Offered {
     name: String,
@@ -147,6 +155,17 @@ struct Offered {
     set: SetKeys,
     #[serde(default, skip_serializing_if = "Option::is_none")]
     program: Option<OfferedProgram>,
+    /// The configuration has the disk, and it could not be opened. Its keys are not known. The old
+    /// server only has what the disk continues of an earlier server.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    is_closed: bool,
+}
+
+impl Offered {
+    fn closed(name: String) -> Self {
+        let (by_api, keys, set, program) = Default::default();
+        Offered { name, by_api, keys, set, program, is_closed: true }
+    }
 }
 
 /// The program of an `exec:` image.
@@ -209,12 +228,20 @@ mod tests {
         }
         let keys = Table::new();
         let (set, program, removed) = Default::default();
-        let web = Offered { name: "web".into(), by_api: false, keys, set, program };
-        let (disks, state_folder) = (vec![web], None);
+        let (name, by_api, is_closed) = ("web".into(), false, false);
+        let web = Offered { name, by_api, keys, set, program, is_closed };
+        let (disks, state_folder, missing) = (vec![web], None, None);
         let sockets = ["API", "control", "nbd unix:/run/n"].map(String::from).into();
         let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
         for (recorded, ours) in old.into_iter().zip([
-            FromOld::Welcome { version: "0.2.0".into(), disks, sockets, state_folder, removed },
+            FromOld::Welcome {
+                version: "0.2.0".into(),
+                disks,
+                sockets,
+                state_folder,
+                removed,
+                missing,
+            },
             FromOld::Given { exports, unopened: false },
             FromOld::Commit,
         ]) {

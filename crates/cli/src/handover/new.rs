@@ -69,10 +69,10 @@ impl Takeover {
         let sent = peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING);
         // A server that refuses at once may close the connection before it reads.
         let answer: FromOld = peer.receive().context(TALKING).or_else(|e| sent.and(Err(e)))?;
-        let (disks, names, state_folder, removed) = match answer {
-            FromOld::Welcome { disks, sockets, version, state_folder, removed } => {
+        let (disks, names, state_folder, removed, missing) = match answer {
+            FromOld::Welcome { disks, sockets, version, state_folder, removed, missing } => {
                 tracing::info!("taking {} disks over from version {version}", disks.len());
-                (disks, sockets, state_folder, removed)
+                (disks, sockets, state_folder, removed, missing)
             }
             FromOld::Refused { what } => bail!("the running server keeps its disks: {what}"),
             other => bail!("the running server sent {other:?}"),
@@ -88,6 +88,9 @@ impl Takeover {
         let mut takeover = Takeover { peer, old, offered: disks, removed, sockets };
         takeover.prepare(|takeover| {
             check_unchanged(options, config)?;
+            if let (Some(path), Some(before)) = (&options.config, missing) {
+                config.missing.check(before, path)?;
+            }
             check_state_folder(state_folder.as_deref())?;
             // The old server could not take an image back that a journal elsewhere belongs to. A
             // server of an older version does not say where its journals are.
@@ -237,8 +240,7 @@ impl Takeover {
                     missing = missing.or(exports::missing(&disk.args, &kind));
                     let parcel = self.peer.receive_parcel().context(TALKING)?;
                     if kind == KEPT {
-                        let kept: HashMap<_, _> = serde_json::from_slice(&parcel.bytes)?;
-                        kept.into_iter().for_each(|(key, name)| keeper::adopt(key, name));
+                        adopt(parcel)?;
                     } else if kind == PROGRAM {
                         exec::continue_from(parcel, false)?;
                     } else {
@@ -266,6 +268,16 @@ impl Takeover {
         self.peer.send(&FromNew::Took { disk: name, changed }).context(TALKING)?;
         Ok(None)
     }
+}
+
+/// Notes what the old server has of a disk in systemd's store. An older version sends no
+/// descriptions.
+fn adopt(kept: Parcel) -> anyhow::Result<()> {
+    let names: BTreeMap<String, String> = serde_json::from_slice(&kept.bytes)?;
+    let has_all = names.len() == kept.fds.len();
+    let mut descriptions = kept.fds.into_iter().filter(|_| has_all);
+    names.into_iter().for_each(|(key, name)| keeper::adopt(key, name, descriptions.next()));
+    Ok(())
 }
 
 /// Publishes what the configuration file has changed of a disk.

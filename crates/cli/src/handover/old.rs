@@ -1,40 +1,36 @@
 //! The old server of a hand-over.
 
+use std::collections::BTreeSet;
 use std::io::{self, ErrorKind};
 use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{
-    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
-    TryLockError,
-};
+use std::sync::PoisonError;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use blockyard_control::Acceptance;
 use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
-use blockyard_disk::SnapshotOptions;
 use blockyard_export::custody::{self, Custody};
-use blockyard_export::keeper;
+use blockyard_export::{keeper, vhost_user};
 use blockyard_ring::host;
-use blockyard_ring::parcel::Parcel;
 use blockyard_ring::sandbox;
 use blockyard_storage::Program;
-use blockyard_yard::{DiskState, HeldOpenings, Job, JobKind, JobState};
+use blockyard_yard::{DiskState, HeldOpenings};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
+use super::alone::{Alone, CALLS_PAUSE, CALLS_TIME, NotNow};
 use super::away::Away;
 use super::{
     FORMAT, FromNew, FromOld, MESSAGE_TIME, NBD, Offered, OfferedProgram, Peer, away, launcher,
 };
-use crate::book::{HeldDisk, HoldError};
+use crate::book::{Entry, HeldDisk, HoldError};
 use crate::server::Server;
-use crate::{holder, journals, supervisor};
+use crate::{exports, holder, journals, supervisor};
 
 /// How long a disk may take until its image is left. Less than [`MESSAGE_TIME`], so that the
 /// new server still waits, and the disks that it has are served again at once.
@@ -45,156 +41,6 @@ const END_TIME: Duration = Duration::from_secs(10);
 const KILL_TIME: Duration = Duration::from_secs(60);
 /// Time between two looks whether this server ends, while it waits for such a process.
 const CHECK_TIME: Duration = Duration::from_millis(500);
-/// How long calls that change the set of disks may take before a hand-over begins.
-const CALLS_TIME: Duration = Duration::from_secs(5);
-const CALLS_PAUSE: Duration = Duration::from_millis(5);
-
-/// Why a hand-over cannot begin, or a disk cannot be given, at this moment.
-#[derive(Debug, thiserror::Error)]
-#[error("{0}")]
-pub struct NotNow(pub(super) String);
-
-/// Returns a copy of a listening socket for the next server.
-type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
-
-/// What a server needs to hand its disks over.
-pub struct HandOvers {
-    /// Held during a hand-over: one at a time.
-    only: Mutex<()>,
-    /// Another server has the disks.
-    is_done: AtomicBool,
-    /// This server ends, so nothing waits for the end of another one.
-    is_ending: AtomicBool,
-    /// Read by calls that change disks: the new server would not know what they do meanwhile.
-    changes: RwLock<()>,
-    sockets: Mutex<Vec<(&'static str, Socket)>>,
-    /// Of the API, if there is one.
-    acceptance: OnceLock<Acceptance>,
-    /// Ends the wait of the main thread for signals.
-    end: signal_hook::iterator::Handle,
-}
-
-impl HandOvers {
-    pub fn new(end: signal_hook::iterator::Handle) -> Self {
-        let (only, is_done, is_ending, changes, sockets, acceptance) = Default::default();
-        HandOvers { only, is_done, is_ending, changes, sockets, acceptance, end }
-    }
-
-    /// Passes a listening socket on to the next server.
-    pub fn offer(
-        &self,
-        name: &'static str,
-        copy: impl Fn() -> io::Result<Parcel> + Send + 'static,
-    ) {
-        self.sockets().push((name, Box::new(copy)));
-    }
-
-    /// Stores what pauses the API. A hand-over pauses it before the next server serves.
-    pub fn pauses(&self, acceptance: &Acceptance) {
-        let _ = self.acceptance.set(acceptance.clone());
-    }
-
-    /// Returns whether the next server accepts the calls of the API, or will in a moment.
-    pub fn has_left_api(&self) -> bool {
-        self.is_done() || self.acceptance.get().is_some_and(Acceptance::is_paused)
-    }
-
-    /// Returns whether another server has the disks.
-    pub fn is_done(&self) -> bool {
-        self.is_done.load(Ordering::SeqCst)
-    }
-
-    /// Returns whether this server ends.
-    pub fn is_ending(&self) -> bool {
-        self.is_ending.load(Ordering::SeqCst)
-    }
-
-    /// Notes that this server ends.
-    pub fn give_up(&self) {
-        self.is_ending.store(true, Ordering::SeqCst);
-    }
-
-    /// Excludes hand-overs for a call that changes disks. None: one runs, or has ended.
-    pub fn try_exclude(&self) -> Option<RwLockReadGuard<'_, ()>> {
-        let change = match self.changes.try_read() {
-            Ok(change) => change,
-            Err(TryLockError::Poisoned(change)) => change.into_inner(),
-            Err(TryLockError::WouldBlock) => return None,
-        };
-        (!self.is_done()).then_some(change)
-    }
-
-    /// Waits until no call changes disks, and excludes such calls. None: one has not ended.
-    fn exclude_changes(&self) -> Option<RwLockWriteGuard<'_, ()>> {
-        let until = Instant::now() + CALLS_TIME;
-        loop {
-            match self.changes.try_write() {
-                Ok(alone) => return Some(alone),
-                Err(TryLockError::Poisoned(alone)) => return Some(alone.into_inner()),
-                Err(TryLockError::WouldBlock) if Instant::now() < until => {
-                    std::thread::sleep(CALLS_PAUSE);
-                }
-                Err(TryLockError::WouldBlock) => return None,
-            }
-        }
-    }
-
-    fn sockets(&self) -> MutexGuard<'_, Vec<(&'static str, Socket)>> {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// What excludes another hand-over, reloads, and calls that change disks or the configuration. It
-/// begins before the new server reads the configuration. The last field is dropped last.
-pub struct Alone<'a> {
-    /// Disks that are being opened. Only storage that hangs does that beside the other locks.
-    openings: Option<HeldOpenings>,
-    _changes: RwLockWriteGuard<'a, ()>,
-    _reloading: MutexGuard<'a, ()>,
-    _only: MutexGuard<'a, ()>,
-}
-
-impl<'a> Alone<'a> {
-    pub fn of(server: &'a Server) -> Result<Self, NotNow> {
-        let _only = match server.hand_overs.only.try_lock() {
-            Ok(only) => only,
-            Err(TryLockError::Poisoned(only)) => only.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(NotNow("another hand-over runs".into()));
-            }
-        };
-        let not_ended = |what: &str| {
-            let waits = server.waits.describe();
-            NotNow(format!("{what} has not ended{waits}: try again later"))
-        };
-        // Calls that wait for storage which hangs end their wait.
-        let hurry = server.waits.hurry();
-        let reloading = server.exclude_reloads_within(CALLS_TIME);
-        let _reloading =
-            reloading.ok_or_else(|| not_ended("a reload, or a call that keeps a change,"))?;
-        let changes = server.hand_overs.exclude_changes();
-        let _changes =
-            changes.ok_or_else(|| not_ended("a call that adds, changes or removes a disk"))?;
-        drop(hurry);
-        if let Some(job) = server.yard.jobs().iter().find(|job| will_change_configuration(job)) {
-            return Err(NotNow(format!(
-                "a snapshot of disk \"{}\" that is kept has not ended: try again later",
-                job.disk()
-            )));
-        }
-        let openings = server.yard.hold_openings(CALLS_TIME);
-        let what = "the exports of a disk have not started: try again later";
-        let openings = Some(openings.ok_or_else(|| NotNow(what.into()))?);
-        Ok(Alone { openings, _changes, _reloading, _only })
-    }
-}
-
-/// Returns whether the end of a job changes a file of the configuration.
-fn will_change_configuration(job: &Job) -> bool {
-    let is_kept = |options: &SnapshotOptions| options.start_record.is_some();
-    let is_running = matches!(job.state(), JobState::Running);
-    is_running && matches!(job.kind(), JobKind::Snapshot(options) if is_kept(options))
-}
 
 /// A hand-over that runs.
 struct HandOver<'a> {
@@ -308,11 +154,15 @@ impl<'a> HandOver<'a> {
         }
         let pid = self.pid.as_raw_nonzero().get() as u32;
         // Supervisors must know the new process before they see the end of this one, and the end of
-        // the other disks may take long.
-        supervisor::notify(&format!("MAINPID={pid}"));
+        // the other disks may take long. With a holder, the service's main process is the holder,
+        // and stays.
+        if keeper::connection().is_none() {
+            supervisor::notify(&format!("MAINPID={pid}"));
+        }
         keeper::announce_taker(Some(rustix::process::getpid()));
-        self.end_unopened();
-        self.end_others();
+        let mut ended = self.end_unopened();
+        ended.extend(self.end_others());
+        ended.sort();
         custody::set(Custody::Gone);
         let disks = self.away.iter().map(|away| HandedOver {
             name: away.held.args().name(),
@@ -321,34 +171,51 @@ impl<'a> HandOver<'a> {
         });
         let nbd = self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         let (version, disconnected) = (self.version.clone(), nbd.disconnected());
-        Ok(Upgraded { pid, version, disks: disks.collect(), disconnected })
+        Ok(Upgraded { pid, version, disks: disks.collect(), ended, disconnected })
     }
 
     /// Leaves the disks that are not open to the new server. Ends what this server has kept of
-    /// those that the new one has not taken.
-    fn end_unopened(&mut self) {
+    /// those that the new one has not taken, and returns their names.
+    fn end_unopened(&mut self) -> Vec<String> {
         let is_left = |disk: &String| !self.unopened.contains(disk);
         let opening = self.server.book.all().into_iter().filter(|entry| entry.is_opening);
-        for disk in opening.map(|entry| entry.args.name()).filter(is_left) {
+        let opening = opening.map(|entry| entry.args.name());
+        let left: BTreeSet<_> = opening.chain(self.closed()).filter(is_left).collect();
+        for disk in &left {
             tracing::warn!(disk, "the new server does not have this disk: it is not opened");
-            self.server.common.handed.end_disk(&disk, Vec::new());
+            self.server.common.handed.end_disk(disk, Vec::new());
         }
         self.openings.take().into_iter().for_each(HeldOpenings::for_good);
+        left.into_iter().collect()
+    }
+
+    /// Returns the disks that could not be opened, and of which this server has what they continue
+    /// of an earlier one. They are not in the book.
+    fn closed(&self) -> BTreeSet<String> {
+        let mut closed = self.server.common.handed.disks();
+        closed.retain(|disk| self.server.book.find(disk).is_none());
+        closed
     }
 
     /// Ends the disks that the new server has not taken. This server still owns them: it closes
-    /// their connections, and removes what is kept of them.
-    fn end_others(&self) {
+    /// their connections, and removes what is kept of them. Returns their names.
+    fn end_others(&self) -> Vec<String> {
         let taken: Vec<_> = self.away.iter().map(|away| away.held.args().name()).collect();
         let all = self.server.book.all().into_iter().filter(|entry| !entry.is_opening);
-        for disk in all.map(|entry| entry.args.name()).filter(|disk| !taken.contains(disk)) {
+        let others: Vec<_> =
+            all.map(|entry| entry.args.name()).filter(|disk| !taken.contains(disk)).collect();
+        for disk in &others {
             tracing::warn!(disk, "the new server does not have this disk: it ends");
-            let ended = self.server.book.hold(&disk).map_err(anyhow::Error::from);
+            let ended = self.server.book.hold(disk).map_err(anyhow::Error::from);
             let ended = ended.and_then(|held| Ok(self.server.remove(held, DRAIN_TIME)?));
             if let Err(e) = ended {
                 tracing::error!(disk, "cannot end it: {e:#}");
+                // It may end after this server leaves. A server that starts after a death must not
+                // continue its session.
+                keeper::forget(&format!("{}:{disk}", vhost_user::KIND));
             }
         }
+        others
     }
 
     fn greet(&mut self) -> anyhow::Result<()> {
@@ -367,16 +234,7 @@ impl<'a> HandOver<'a> {
         if self.server.options.attached || !self.server.options.xen.watch.is_empty() {
             bail!("the device of `attach` and the disks of Xen toolstacks cannot be handed over");
         }
-        let disks = self.server.book.all().into_iter().map(|entry| Offered {
-            program: self.server.yard.program(&entry.args.name()).map(|program| {
-                let Program { image, files } = program;
-                OfferedProgram { image, files }
-            }),
-            name: entry.args.name(),
-            by_api: entry.by_api,
-            keys: entry.keys,
-            set: entry.set,
-        });
+        let disks = self.offered();
         let mut parcels = Vec::new();
         for (name, copy) in &*self.server.hand_overs.sockets() {
             let parcel = copy().with_context(|| format!("copying the socket of the {name}"))?;
@@ -388,11 +246,37 @@ impl<'a> HandOver<'a> {
         drop(nbd);
         let sockets = parcels.iter().map(|(name, _)| name.clone()).collect();
         let version = env!("CARGO_PKG_VERSION").into();
-        let (disks, state_folder) = (disks.collect(), journals::in_use().map(Path::to_path_buf));
-        let removed = self.server.book.removed();
-        self.peer.send(&FromOld::Welcome { version, disks, sockets, state_folder, removed })?;
+        let state_folder = journals::in_use().map(Path::to_path_buf);
+        let (removed, missing) = (self.server.book.removed(), Some(self.server.known().missing));
+        let welcome = FromOld::Welcome { version, disks, sockets, state_folder, removed, missing };
+        self.peer.send(&welcome)?;
         parcels.iter().try_for_each(|(_, parcel)| self.peer.send_parcel(parcel))?;
         Ok(())
+    }
+
+    /// Returns the disks for the new server.
+    fn offered(&self) -> Vec<Offered> {
+        let offered = |entry: Entry| Offered {
+            program: self.server.yard.program(&entry.args.name()).map(|program| {
+                let Program { image, files } = program;
+                OfferedProgram { image, files }
+            }),
+            name: entry.args.name(),
+            by_api: entry.by_api,
+            keys: entry.keys,
+            set: entry.set,
+            is_closed: false,
+        };
+        let mut all: Vec<_> = self.server.book.all().into_iter().map(offered).collect();
+        let of_file: BTreeSet<_> =
+            self.server.unopened.all().into_iter().map(|disk| disk.name).collect();
+        for name in self.closed().intersection(&of_file) {
+            // A disk may have left the book in this moment.
+            if all.iter().all(|offered| offered.name != *name) {
+                all.push(Offered::closed(name.clone()));
+            }
+        }
+        all
     }
 
     /// Holds a disk. None: it is not open.
@@ -402,6 +286,7 @@ impl<'a> HandOver<'a> {
             let is_opening = self.server.book.find(disk).is_some_and(|entry| entry.is_opening);
             match self.server.book.hold(disk) {
                 Err(HoldError::Busy(_)) if is_opening => {}
+                Err(HoldError::NotFound(_)) if self.closed().contains(disk) => return Ok(None),
                 held => return Ok(Some(held?)),
             }
             match self.server.yard.info(disk).map(|info| info.state) {
@@ -413,10 +298,13 @@ impl<'a> HandOver<'a> {
         }
     }
 
-    /// Gives a disk that this server has not opened, because its storage does not answer.
+    /// Gives a disk that this server has not opened: its storage does not answer, or an error has
+    /// ended it.
     fn give_unopened(&mut self, disk: &str) -> anyhow::Result<()> {
-        let Some(entry) = self.server.book.find(disk) else { bail!("no disk \"{disk}\"") };
-        let parcels = away::unopened(self.server, &entry.args)?;
+        if let Some(entry) = self.server.book.find(disk) {
+            away::check_program(&entry.args)?;
+        }
+        let parcels = away::unopened(self.server, disk)?;
         let exports = parcels.iter().map(|(kind, _)| kind.clone()).collect();
         tracing::info!(disk, "it is not open yet: the new server opens it");
         self.unopened.push(disk.into());
@@ -434,7 +322,11 @@ impl<'a> HandOver<'a> {
         let held = match self.hold(disk)? {
             Some(held) => held,
             None if unopened => return self.give_unopened(disk),
-            None => return Err(HoldError::Busy(disk.into()).into()),
+            None => {
+                let what = "and this version of the new server takes only open disks: try again \
+                            when it is served";
+                return Err(NotNow(format!("disk \"{disk}\" is not open, {what}")).into());
+            }
         };
         let handed = match self.server.yard.begin_hand_over(disk).wait_at_most(DRAIN_TIME) {
             Ok(handed) => handed?,
@@ -471,7 +363,11 @@ impl<'a> HandOver<'a> {
         // Before a wait without a limit: the operator must be able to ask this server.
         self.server.hand_overs.acceptance.get().inspect(|api| api.resume());
         let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
-        nbd().take_back();
+        // A new client would find no export of a disk that is not served again yet. Connections
+        // that go on do not wait for this.
+        if !self.away.iter().any(|away| exports::is_handed_last(&away.held.args())) {
+            nbd().take_back();
+        }
         // Two servers on one image would destroy it, and a lock protects only some images.
         if has_some && !self.has_surely_ended() {
             self.away.clear();
@@ -480,7 +376,9 @@ impl<'a> HandOver<'a> {
         let back = self.away.drain(..).map(|away| away.begin_again(self.server));
         let back: Vec<_> = back.collect();
         back.into_iter().for_each(|back| back.wait(self.server));
-        nbd().has_taken_back();
+        let mut nbd = nbd();
+        nbd.take_back();
+        nbd.has_taken_back();
     }
 
     /// Waits without a limit for the end of the new server. Returns false if this one ends first.

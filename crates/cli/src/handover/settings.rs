@@ -98,7 +98,8 @@ fn of_file(args: DiskArgs, keys: Table, offered: &Offered) -> Wanted {
             (args, keys, SetKeys::new())
         }
     };
-    let changed = changes(&offered.keys, &keys);
+    // The old server has no keys of a disk that it could not open.
+    let changed = if offered.is_closed { Vec::new() } else { changes(&offered.keys, &keys) };
     if !changed.is_empty() {
         let what = describe(&changed);
         tracing::warn!(disk = offered.name, "the configuration file has changed it: {what}");
@@ -146,6 +147,7 @@ mod tests {
             keys: disk(name, more).parse().unwrap(),
             set: set.collect(),
             program: None,
+            is_closed: false,
         }
     }
 
@@ -172,6 +174,14 @@ mod tests {
         // An operator has put the value into the file.
         let (weight, _, set, changed) = one("weight = 300\niops = 50\n", old());
         assert_eq!((weight, set.len(), &*changed), (300, 2, ""));
+    }
+
+    #[test]
+    fn a_disk_that_the_old_server_could_not_open_is_that_of_the_file() {
+        let (weight, _, set, changed) = one("weight = 300\n", Offered::closed("a".into()));
+        assert_eq!((weight, set.len(), &*changed), (300, 0, ""));
+        let split = split(vec![Offered::closed("b".into())], &config(""), BTreeMap::new());
+        assert!(split.unwrap().wanted.is_empty(), "no file has it");
     }
 
     #[test]

@@ -187,7 +187,8 @@ pub struct DiskArgs {
     #[serde(default)]
     pub prime: bool,
 
-    /// What answered writes survive if the server dies: for qcow2 and COW images.
+    /// What answered writes survive if the server dies: for qcow2 and COW images, and for the
+    /// overlay that a snapshot puts on a raw image.
     #[arg(long, default_value = "journal", value_name = "MODE", help_heading = "Image cache",
         value_parser = explain(values::CRASH_SAFETY, values::parse_text::<CrashMode>))]
     #[serde(default, deserialize_with = "values::from_text")]

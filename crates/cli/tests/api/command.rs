@@ -1,5 +1,6 @@
 //! `blockyard ctl`.
 
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
 use std::process::Command;
 
@@ -121,7 +122,22 @@ fn a_missing_server_is_one_clear_line() {
     assert_eq!(failed.err.lines().count(), 1, "{}", failed.err);
 }
 
-/// As bash does it for TAB after `blockyard ctl --api SOCKET show`.
+#[test]
+fn a_path_that_is_no_text_is_one_clear_line() {
+    let server = Server::start();
+    let path = std::ffi::OsStr::from_bytes(b"/tmp/\xff.qcow2");
+    for command in [&["snapshot", "web"][..], &["upgrade", "--binary"]] {
+        let mut ctl = Command::new(BLOCKYARD);
+        ctl.arg("ctl").arg("--api").arg(server.socket()).args(command).arg(path);
+        let failed = run(&mut ctl, TOOL);
+        assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
+        assert!(failed.err.contains("paths in UTF-8 only"), "{}", failed.err);
+        assert_eq!(failed.err.lines().count(), 1, "{}", failed.err);
+    }
+}
+
+/// As bash does it for TAB after `blockyard ctl --api SOCKET show`. It splits `--api=SOCKET` at the
+/// sign.
 #[test]
 fn a_shell_completes_the_names_of_the_disks() {
     let server = Server::start();
@@ -133,16 +149,18 @@ fn a_shell_completes_the_names_of_the_disks() {
     }
     let complete = r#"
         source <("$0" completions bash)
-        COMP_WORDS=("$0" ctl --api "$1" show "$2") COMP_CWORD=5
+        COMP_WORDS=("$0" ctl --api $3 "$1" show "$2") COMP_CWORD=$((${#COMP_WORDS[@]} - 1))
         _blockyard "$0" "$2" show
         printf '%s\n' "${COMPREPLY[@]}"
     "#;
     let socket = server.socket();
-    let completed = |begin: &str| {
+    let completed_by = |sign: &str, begin: &str| {
         let mut bash = Command::new("bash");
         bash.current_dir(&*server.folder).args(["-c", complete, BLOCKYARD]);
-        run(bash.arg(&socket).arg(begin), TOOL).good()
+        run(bash.arg(&socket).args([begin, sign]), TOOL).good()
     };
+    let completed = |begin: &str| completed_by("", begin);
+    assert_eq!(completed_by("=", "we"), "web\nweb-2\n");
     assert_eq!(completed("we"), "web\nweb-2\n");
     assert_eq!(completed("d"), "db\n");
     assert!(!completed("").contains("touch"));

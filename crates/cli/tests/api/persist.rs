@@ -237,6 +237,33 @@ fn a_snapshot_that_is_persisted_is_served_after_a_crash() {
     write_and_read(&server, 24, 5, 1);
 }
 
+/// Otherwise the next start opens the disk without the overlay, or refuses it.
+#[test]
+fn a_change_is_not_kept_beside_a_snapshot_that_is_not() {
+    let server = start();
+    let file = |name: &str| server.folder.join(name).to_str().unwrap().to_string();
+    let (base, top) = (file("base.qcow2"), file("top.qcow2"));
+    blockyard(["image", "create", "-q", &base, "1M"]).good();
+    let disk = |image: &str| {
+        format!("[[disk]]\nname = \"web\"\nimage = \"{image}\"\nvhost-user = \"FOLDER/a\"\n")
+    };
+    server.configure(&disk(&base));
+    let server = restarted(server);
+    ctl(&server, &["snapshot", "web", &top]).good();
+    let failed = ctl(&server, &["set", "--persist", "web", "weight=300"]);
+    assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
+    assert!(failed.err.contains(&format!("overlay {top}")), "{}", failed.err);
+    assert_eq!(weight(&server, "web"), 100);
+    let kept = || std::fs::read_dir(server.folder.join("conf.d")).unwrap().count();
+    assert_eq!(kept(), 0);
+    server.configure(&disk(&top));
+    ctl(&server, &["set", "--persist", "web", "weight=300"]).good();
+    assert_eq!((weight(&server, "web"), kept()), (300.into(), 1));
+    let server = restarted(server);
+    let shown = server.good("GET", "/v1/disks/web", serde_json::Value::Null);
+    assert_eq!((&shown["image"], &shown["settings"]["weight"]), (&top.into(), &300.into()));
+}
+
 #[test]
 fn a_server_without_the_folder_says_what_to_do() {
     let server = Server::configured(MAIN);

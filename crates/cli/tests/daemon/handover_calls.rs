@@ -1,6 +1,7 @@
 //! Hand-overs that are refused before a disk pauses, and those that wait for a call of the API that
 //! changes the configuration.
 
+use std::io::Read;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -215,6 +216,47 @@ fn a_disk_with_another_name_waits_until_the_old_server_has_ended_its_own() {
     assert_eq!(guest.read(8, 4096).unwrap(), [7; 4096]);
     guest.leave();
     end_server(upgraded["pid"].as_u64().unwrap() as i32);
+}
+
+/// A mistake more often than an order to close the disks. An empty file is an order.
+#[test]
+fn an_upgrade_without_a_file_of_the_configuration_is_refused() {
+    let case = Case::new();
+    let folder = case.folder.join("etc");
+    let (main, parts) = (folder.join("blockyard.toml"), folder.join("conf.d"));
+    std::fs::create_dir_all(&parts).unwrap();
+    let write = |file: &Path, name: &str| {
+        let image = case.folder.image(&format!("{name}.img"), 1 << 20);
+        let socket = case.folder.join(format!("{name}.s"));
+        let text = format!("[[disk]]\nname = {name:?}\nimage = {image:?}\n");
+        std::fs::write(file, format!("{text}vhost-user = {socket:?}\n")).unwrap();
+    };
+    write(&main, "a");
+    write(&parts.join("b.toml"), "b");
+    let mut daemon = Daemon::start(&mut case.configured(&folder));
+    daemon.wait_ready();
+    let mut guest = Guest::connect(&case.folder.join("a.s"));
+    for missing in [&main, &parts] {
+        let away = case.folder.join("away");
+        std::fs::rename(missing, &away).unwrap();
+        let expected = format!("configuration {}: the f", missing.display());
+        for call in ["reload", "upgrade"] {
+            let failed = ctl(&case, &[call]);
+            assert_eq!(failed.status.code(), Some(1), "{call}: {}", failed.err);
+            assert!(failed.err.contains(&expected), "{call}: {}", failed.err);
+        }
+        assert_eq!(names(&case), ["a", "b"]);
+        assert_eq!(guest.write(0, &[7; 4096]), status::OK);
+        std::fs::rename(&away, missing).unwrap();
+    }
+    std::fs::write(&main, "").unwrap();
+    let done: serde_json::Value =
+        serde_json::from_str(&ctl(&case, &["upgrade", "--json"]).good()).unwrap();
+    assert_eq!(done["ended"], serde_json::json!(["a"]));
+    assert_eq!(names(&case), ["b"]);
+    let mut last = [0];
+    assert_eq!(guest.session.link.connection.socket().read(&mut last).unwrap(), 0);
+    end_server(done["pid"].as_u64().unwrap() as i32);
 }
 
 /// An upgrade is no restart: what calls have set, added and removed goes on. A value that an

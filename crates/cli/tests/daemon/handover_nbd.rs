@@ -1,16 +1,20 @@
 //! NBD connections are handed over: clients see no disconnection, whatever is on its way.
 
 use std::io::{BufRead, BufReader, Read, Write};
+use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
 use blockyard_bench::client::LoadOptions;
 use blockyard_nbd::wire::{self, Headers, Request, cmd, handshake, opt};
+use rustix::fs::{CWD, FileType, Mode, mknodat};
+use rustix::io::ioctl_fionread;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, guests};
-use crate::guest::pattern;
-use crate::handover::{Case, ctl, failing, has_no_more_descriptors, serves};
+use crate::common::{BLOCKYARD, Daemon, SOON, guests, until};
+use crate::guest::{Guest, pattern};
+use crate::handover::{Case, ctl, failing, has_no_more_descriptors, script, serves};
+use crate::handover_unopened::Storage;
 use crate::tls::TlsFixture;
 
 const MIB: usize = 1 << 20;
@@ -105,19 +109,75 @@ fn nbd_clients_stay_with_the_old_server_if_the_new_one_fails() {
     nbd.end(daemon);
 }
 
+/// The new server fails when it has the disk. The disk's storage does not answer while the old
+/// server opens it again. A server that answered a new client then would refuse it.
+#[test]
+fn a_new_client_waits_until_a_disk_that_comes_back_is_served() {
+    let case = Case::new();
+    let storage = Storage::new(&case);
+    let [gate, next, image, socket, nbd, given, end] =
+        ["gate", "next", "good.img", "good.s", "nbd", "given", "end"]
+            .map(|name| case.folder.join(name));
+    // The disk finds its storage at the gate.
+    symlink(case.folder.join("far"), &gate).unwrap();
+    symlink(case.folder.join("slow"), &next).unwrap();
+    std::fs::write(&image, pattern(1, MIB)).unwrap();
+    let config = case.folder.join("toml");
+    let text = format!(
+        "[[disk]]\nname = \"far\"\nimage = \"nbd+unix:///far?socket={}\"\n\
+         nbd = \"unix:{}\"\nnbd-timeout = 300\n\
+         [[disk]]\nname = \"good\"\nimage = {image:?}\nvhost-user = {socket:?}\n",
+        gate.display(),
+        nbd.display()
+    );
+    std::fs::write(&config, text).unwrap();
+    let mut daemon = Daemon::start(case.configured(&config).args(["--sandbox", "off"]));
+    daemon.wait_ready();
+    let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
+    let body = format!("python3 {half} far given\ntouch {given:?}\nread < {end:?}\nexit 1");
+    mknodat(CWD, &end, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    let program = script(&case, "half", &body);
+    let server = std::thread::scope(|scope| {
+        let upgrade =
+            scope.spawn(|| ctl(&case, &["upgrade", "--binary", program.to_str().unwrap()]));
+        until("the new server has the disk", SOON, || given.exists());
+        std::fs::rename(&next, &gate).unwrap();
+        std::fs::write(&end, "\n").unwrap();
+        let asked = storage.asked();
+        let client = UnixStream::connect(&nbd).unwrap();
+        // The thread that accepts clients, and the reactor, come to this guest after the client.
+        let mut guest = Guest::connect(&socket);
+        assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, MIB)[..4096]);
+        assert_eq!(ioctl_fionread(&client).unwrap(), 0, "a server has greeted the client");
+        guest.leave();
+        let server = storage.answer(asked);
+        let mut client = Raw::choose(client, "far");
+        assert_eq!(client.read(0, 4096), pattern(9, MIB)[..4096]);
+        let done = upgrade.join().unwrap();
+        assert!(done.err.contains("not upgraded"), "{}", done.err);
+        server
+    });
+    daemon.stop();
+    server.stop();
+}
+
 /// A client with simple replies.
 struct Raw(UnixStream);
 
 impl Raw {
     fn connect(nbd: &NbdCase) -> Self {
-        let mut stream = UnixStream::connect(&nbd.socket).unwrap();
+        Self::choose(UnixStream::connect(&nbd.socket).unwrap(), "disk.qcow2")
+    }
+
+    /// Chooses an export.
+    fn choose(mut stream: UnixStream, name: &str) -> Self {
         stream.set_read_timeout(Some(SOON)).unwrap();
         stream.read_exact(&mut [0; 18]).unwrap();
         let flags = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
         let mut bytes = flags.to_be_bytes().to_vec();
         bytes.extend(wire::OPTION.to_be_bytes());
-        bytes.extend([opt::EXPORT_NAME, 10].map(u32::to_be_bytes).as_flattened());
-        bytes.extend(b"disk.qcow2");
+        bytes.extend([opt::EXPORT_NAME, name.len() as u32].map(u32::to_be_bytes).as_flattened());
+        bytes.extend(name.as_bytes());
         stream.write_all(&bytes).unwrap();
         stream.read_exact(&mut [0; 10]).unwrap();
         Raw(stream)

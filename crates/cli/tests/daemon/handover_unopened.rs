@@ -1,5 +1,6 @@
-//! Disks that are not open: their storage does not answer, or another program has locked their
-//! image. Upgrades leave them to the new server. After a crash they delay no other disk.
+//! Disks that are not open: their storage does not answer, another program has locked their image,
+//! or the configuration has a mistake. Upgrades leave them to the new server. After a crash they
+//! delay no other disk.
 
 use std::fs::File;
 use std::io::copy;
@@ -13,7 +14,7 @@ use blockyard_driver::status;
 use blockyard_ring::host::{self, Lock};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{BLOCKYARD, Daemon, Finished, SOON, until, until_readable};
+use crate::common::{BLOCKYARD, Daemon, Finished, SOON, until, until_disconnected, until_readable};
 use crate::guest::{Guest, pattern};
 use crate::handover::{Case, ctl, end_server, is_running, script};
 use crate::holder::{Keeper, keep_command};
@@ -21,14 +22,15 @@ use crate::holder::{Keeper, keep_command};
 const SIZE: usize = 1 << 20;
 
 /// Storage that accepts connections and does not answer, before [`Storage::answer`].
-struct Storage {
+pub struct Storage {
     server: Daemon,
     real: PathBuf,
     listener: UnixListener,
 }
 
 impl Storage {
-    fn new(case: &Case) -> Self {
+    /// The storage is at the socket `slow`, and the export `far` of a server at the socket `far`.
+    pub fn new(case: &Case) -> Self {
         let [image, real, socket] = ["far.img", "far", "slow"].map(|name| case.folder.join(name));
         std::fs::write(&image, pattern(9, SIZE)).unwrap();
         let mut command = Command::new(BLOCKYARD);
@@ -39,13 +41,13 @@ impl Storage {
     }
 
     /// Waits for the connection of a server that opens the disk.
-    fn asked(&self) -> UnixStream {
+    pub fn asked(&self) -> UnixStream {
         until_readable("the server asks its storage", &self.listener);
         self.listener.accept().unwrap().0
     }
 
     /// Answers on this connection and on all later ones.
-    fn answer(self, first: UnixStream) -> Daemon {
+    pub fn answer(self, first: UnixStream) -> Daemon {
         let Storage { server, real, listener } = self;
         let relay = move |connection: UnixStream| {
             // The server may have ended.
@@ -200,6 +202,26 @@ impl Kept {
         Kept { case, holder, guests }
     }
 
+    fn config(&self) -> PathBuf {
+        self.case.folder.join("config.toml")
+    }
+
+    fn upgrade(&self) {
+        self.holder.upgrade_kept(|| ctl(&self.case, &["upgrade", "--json"]).good());
+    }
+
+    /// Gives `a` a number of queues that its session does not have, and kills the server. Returns
+    /// the configuration of before.
+    fn kill_with_a_mistake(&self) -> String {
+        let good = std::fs::read_to_string(self.config()).unwrap();
+        let name = "name = \"a\"\n";
+        let bad = good.replace(name, &format!("{name}queues = 7\n"));
+        std::fs::write(self.config(), bad).unwrap();
+        self.holder.kill_kept();
+        self.holder.wait_log("is configured with 7");
+        good
+    }
+
     /// Kills the server. Returns the image of `a`, which this process locks before the next server
     /// starts.
     fn kill_and_lock(&self) -> File {
@@ -251,7 +273,7 @@ fn an_upgrade_leaves_a_locked_disk_with_a_client_to_the_new_server() {
     let mut kept = Kept::new();
     let image = kept.kill_and_lock();
     kept.has(["opening", "serving"]);
-    kept.holder.upgrade_kept(|| ctl(&kept.case, &["upgrade", "--json"]).good());
+    kept.upgrade();
     kept.has(["opening", "serving"]);
     works(&mut kept.guests[1], 2);
     drop(image);
@@ -260,6 +282,73 @@ fn an_upgrade_leaves_a_locked_disk_with_a_client_to_the_new_server() {
     kept.guests.into_iter().for_each(Guest::leave);
     kept.holder.stop();
     assert!(!kept.case.folder.join("a.s").exists());
+}
+
+/// The next configuration gives it the socket of a disk that a call has added.
+#[test]
+fn a_mistake_in_the_next_configuration_keeps_the_session_of_a_locked_disk() {
+    let mut kept = Kept::new();
+    let image = kept.kill_and_lock();
+    kept.has(["opening", "serving"]);
+    let socket = format!("vhost-user={}", kept.case.folder.join("c.s").display());
+    ctl(&kept.case, &["add", "name=c", "image=null:1M", &socket]).good();
+    let good = std::fs::read_to_string(kept.config()).unwrap();
+    std::fs::write(kept.config(), good.replace("/a.s", "/c.s")).unwrap();
+    kept.upgrade();
+    kept.holder.wait_log("another disk has the socket");
+    drop(image);
+    std::fs::write(kept.config(), good).unwrap();
+    ctl(&kept.case, &["reload"]).good();
+    kept.guests.iter_mut().for_each(|guest| works(guest, 3));
+    kept.has(["serving", "serving"]);
+    kept.guests.into_iter().for_each(Guest::leave);
+    kept.holder.stop();
+}
+
+/// No server opens it, and each of them passes its session on.
+#[test]
+fn upgrades_keep_the_session_of_a_disk_with_a_mistake_until_it_is_mended() {
+    let mut kept = Kept::new();
+    let good = kept.kill_with_a_mistake();
+    for fill in [2, 3] {
+        let from = kept.holder.log().len();
+        kept.upgrade();
+        kept.holder.wait_log_after(from, "is configured with 7");
+        works(&mut kept.guests[1], fill);
+    }
+    std::fs::write(kept.config(), good).unwrap();
+    ctl(&kept.case, &["reload"]).good();
+    kept.guests.iter_mut().for_each(|guest| works(guest, 4));
+    kept.has(["serving", "serving"]);
+    kept.guests.into_iter().for_each(Guest::leave);
+    kept.holder.stop();
+    assert!(!kept.case.folder.join("a.s").exists());
+}
+
+/// The server before has not opened it.
+#[test]
+fn an_upgrade_ends_the_session_of_a_disk_that_the_next_configuration_lacks() {
+    let mut kept = Kept::new();
+    let good = kept.kill_with_a_mistake();
+    let only_b = &good[good.rfind("[[disk]]").unwrap()..];
+    std::fs::write(kept.config(), only_b).unwrap();
+    kept.holder.upgrade_kept(|| {
+        let answer = ctl(&kept.case, &["upgrade", "--json"]).good();
+        let shown: serde_json::Value = serde_json::from_str(&answer).unwrap();
+        assert_eq!(shown["ended"], serde_json::json!(["a"]), "{shown}");
+        answer
+    });
+    until_disconnected(kept.guests[0].session.link.connection.socket());
+    assert!(!kept.case.folder.join("a.s").exists());
+    works(&mut kept.guests[1], 2);
+    // The holder has nothing of it.
+    let from = kept.holder.log().len();
+    kept.holder.kill_kept();
+    kept.holder.wait_log_after(from, "continuing 1 exports");
+    works(&mut kept.guests[1], 3);
+    let [_, b] = kept.guests;
+    b.leave();
+    kept.holder.stop();
 }
 
 /// Nothing of it is left at the holder, and no file of its socket.

@@ -2,16 +2,19 @@
 //! cannot connect again go on. `service_manager.py` stands for systemd.
 
 use std::io::Read;
-use std::path::Path;
+use std::net::TcpListener;
+use std::os::unix::net::UnixDatagram;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use blockyard_bench::client::LoadOptions;
 use blockyard_driver::connection::PROTOCOL_WITHOUT_INFLIGHT;
 use blockyard_driver::{Plan, status};
+use rustix::process::{Pid, kill_process};
 
-use crate::common::{BLOCKYARD, Daemon, SOON, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, Signal, until};
 use crate::guest::{Guest, pattern};
-use crate::handover::{Case, ctl};
+use crate::handover::{Case, ctl, end_server};
 use crate::interrupted::Message;
 
 /// What keeps the sessions and starts the server again.
@@ -282,6 +285,139 @@ fn a_full_store_of_systemd_keeps_what_it_has() {
     }
     drop(guests);
     end(holder, Keeper::Systemd);
+    case.is_clean();
+}
+
+/// Stops a keeper, and calls `before`. Then kills the server, and calls `meanwhile` before the next
+/// server starts.
+fn kill_stopped(keeper: &Daemon, before: impl FnOnce(), meanwhile: impl FnOnce()) {
+    let mut server = None;
+    until("the keeper has a server", SOON, || {
+        server = keeper.kept();
+        server.is_some()
+    });
+    keeper.signal(Signal::STOP);
+    before();
+    kill_process(Pid::from_raw(server.unwrap()).unwrap(), Signal::KILL).unwrap();
+    meanwhile();
+    keeper.signal(Signal::CONT);
+}
+
+/// Writes a configuration of two disks. Returns its file and the sockets of both. `more`: further
+/// keys of the second disk.
+fn two_disks(case: &Case, more: &str) -> (PathBuf, [PathBuf; 2]) {
+    let (image, socket) = (case.folder.image("second.img", 1 << 20), case.folder.join("s2"));
+    let (top, first) = (&case.top, case.socket.clone());
+    let text = format!(
+        "[[disk]]\nimage = {top:?}\nvhost-user = {first:?}\n\
+         [[disk]]\nimage = {image:?}\nvhost-user = {socket:?}\n{more}"
+    );
+    let config = case.folder.join("toml");
+    std::fs::write(&config, text).unwrap();
+    (config, [first, socket])
+}
+
+/// The next server cannot start its other export, because another program has the address.
+#[test]
+fn a_session_waits_until_all_exports_of_its_disk_can_start() {
+    let case = Case::new();
+    let address = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+    let (config, sockets) = two_disks(&case, &format!("nbd = \"tcp:{address}\"\n"));
+    let holder = keep_command(&case, Keeper::Holder, &mut case.configured(&config));
+    let mut guests = sockets.map(|socket| Guest::connect(&socket));
+    for (seed, guest) in guests.iter_mut().enumerate() {
+        assert_eq!(guest.write(0, &pattern(seed as u64, 4096)), status::OK);
+    }
+    let mut taken = None;
+    let take = || {
+        until("the address is free", SOON, || {
+            taken = TcpListener::bind(address).ok();
+            taken.is_some()
+        });
+    };
+    kill_stopped(&holder, || {}, take);
+    holder.wait_log("1 of 2 disks are not served");
+    assert_eq!(guests[0].read(0, 4096).unwrap(), pattern(0, 4096));
+    drop(taken);
+    holder.signal(Signal::HUP);
+    assert_eq!(guests[1].read(0, 4096).unwrap(), pattern(1, 4096));
+    guests.into_iter().for_each(Guest::leave);
+    end(holder, Keeper::Holder);
+    case.is_clean();
+}
+
+/// A service manager that does not read is given up. What it has of a session that changes
+/// afterwards is out of date, and the manager still has the socket. (The queue of a holder would
+/// need thousands of descriptors in flight, which other tests of this user may lack then.)
+#[test]
+fn a_disk_with_a_session_that_is_out_of_date_is_served_again_at_once() {
+    let case = Case::new();
+    let (config, [first, second]) = two_disks(&case, "");
+    let service = keep_command(&case, Keeper::Systemd, &mut case.configured(&config));
+    let mut guest = Guest::connect(&first);
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    // Each front end makes some messages, until the queue is full.
+    let fill = || {
+        until("the manager is given up", SOON, || {
+            drop(Guest::connect(&second));
+            service.log().contains("nothing is kept any more")
+        });
+    };
+    kill_stopped(&service, fill, || {});
+    let starts = || service.out().lines().filter(|line| *line == "ready").count();
+    until("the next server is ready", SOON, || starts() > 1);
+    service.wait_log("what was kept of it is out of date: its front end is lost");
+    assert!(!service.log().contains("are not served"), "{}", service.log());
+    assert_eq!(guest.read(0, 4096).unwrap(), pattern(1, 4096));
+    let mut anew = Guest::connect(&second);
+    assert_eq!(anew.write(0, &pattern(2, 4096)), status::OK);
+    anew.leave();
+    guest.leave();
+    end(service, Keeper::Systemd);
+    case.is_clean();
+}
+
+/// The holder is the service's main process. A server is no child of systemd, which would not see
+/// its end.
+#[test]
+fn an_upgrade_under_a_holder_names_no_main_process() {
+    let case = Case::new();
+    let path = case.folder.join("notify");
+    let notified = UnixDatagram::bind(&path).unwrap();
+    notified.set_read_timeout(Some(SOON)).unwrap();
+    let mut command = case.command();
+    command.env("NOTIFY_SOCKET", &path).env_remove("FDSTORE").env_remove("WATCHDOG_USEC");
+    let holder = keep_command(&case, Keeper::Holder, &mut command);
+    let receive = || {
+        let mut bytes = [0; 256];
+        let len = notified.recv(&mut bytes)?;
+        std::io::Result::Ok(String::from_utf8_lossy(&bytes[..len]).trim().to_string())
+    };
+    assert_eq!(receive().unwrap(), "READY=1");
+    // The old server has ended then.
+    upgrade(&case, &holder);
+    assert_eq!(receive().unwrap(), "READY=1", "of the new server");
+    notified.set_nonblocking(true).unwrap();
+    assert!(receive().is_err(), "nothing else");
+    end(holder, Keeper::Holder);
+}
+
+#[test]
+fn a_server_that_has_lost_its_holder_refuses_an_upgrade_and_serves_on() {
+    let case = Case::new();
+    let holder = keep(&case, Keeper::Holder);
+    let mut guest = Guest::connect(&case.socket);
+    let server = crate::interrupted_handover::server(&case).unwrap();
+    holder.kill();
+    for _ in 0..2 {
+        let refused = ctl(&case, &["upgrade"]);
+        let why = "this server has lost its holder, and an upgrade would end with it: restart the \
+                   server";
+        assert!(refused.err.contains(why), "{}", refused.err);
+    }
+    assert_eq!(guest.write(0, &pattern(1, 4096)), status::OK);
+    guest.leave();
+    end_server(server);
     case.is_clean();
 }
 

@@ -217,13 +217,17 @@ fn a_session_begins_although_its_server_is_killed_at_each_message() {
     let case = Case::new();
     let holder = keep(&case, Keeper::Holder);
     let mut kills = 0;
-    let begin = || {
+    let ends = || holder.log().matches("the front end disconnected").count();
+    let begin = |sessions: usize| {
         let mut front = Front::<SplitRing>::connect(&case);
         front.submit();
         front.session.queues[0].kick().unwrap();
         front.finish();
+        drop(front);
+        // The server may also be killed when it describes the end.
+        until("the session has ended", SOON, || ends() == sessions);
     };
-    while is_killed_at(&holder, Moment::Handled, kills + 2, begin) {
+    while is_killed_at(&holder, Moment::Handled, kills + 2, || begin(kills + 1)) {
         kills += 1;
     }
     // Of the messages that change something.

@@ -125,7 +125,6 @@ fn options_without_effect_are_refused() {
         (&["--nbd-block-size", "512"], "--nbd-block-size is for --nbd"),
         (&["--description", "x"], "--description is for --nbd"),
         (&["--xen-data", "map"], "--xen-data is for --xen"),
-        (&["--crash-safety", "off"], "--crash-safety is for qcow2 and cow images"),
         (&["--read-only", "--on-enospc", "pause"], "disk \"disk\": --on-enospc is about writes"),
         (&["--read-only", "--abandon-overlay"], "--abandon-overlay is about writes"),
         (&["--socket-mode", "660"], "--socket-mode (key socket-mode) is for the API's socket"),
@@ -387,6 +386,13 @@ fn check_config_opens_the_images() {
     assert_eq!(blockyard(arguments).good(), "configuration is valid: 2 disks\n");
     assert!(!socket.exists());
     daemon.stop();
+    // The next start would not open the image for writing.
+    let overlay = rustix::fs::XattrFlags::empty();
+    rustix::fs::setxattr(&image, "user.blockyard.overlay", b"top.qcow2", overlay).unwrap();
+    refused(&arguments, 2, &[&place, "disk \"disk\": image ", "a live snapshot has put overlay"]);
+    let read_only = std::fs::read_to_string(&file).unwrap() + "read-only = true\n";
+    std::fs::write(&file, read_only).unwrap();
+    blockyard(arguments).good();
 }
 
 #[test]

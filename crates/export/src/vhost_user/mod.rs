@@ -444,9 +444,9 @@ fn serve_all(export: &Arc<Shared>, first: Option<First>, mut waiting: Waiting<'_
             None
         }
     };
-    // The state of a session that another server has released is true until this server reads
-    // messages. So none is read before it is decided which of them goes on.
-    let is_owner = first.is_none() || custody::decided();
+    // What another server has released is true until this server reads messages: of the session,
+    // and of front ends that wait. So none is read before it is decided which of them goes on.
+    let is_owner = custody::decided();
     let mut leaving = None;
     if !is_owner {
         export.stop.store(true, Ordering::SeqCst);

@@ -1,0 +1,174 @@
+//! What a server needs to hand its disks over, and what it excludes meanwhile.
+//!
+//! In: sockets for the next server, and calls that change disks. Out: a lock for the time of a
+//! hand-over. What must hold: one hand-over runs at a time. No call, reload or late addition
+//! changes the set of disks meanwhile, because the new server has read the configuration. A wait
+//! for such work has a limit.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{
+    Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
+    TryLockError,
+};
+use std::time::{Duration, Instant};
+
+use blockyard_control::Acceptance;
+use blockyard_disk::SnapshotOptions;
+use blockyard_ring::parcel::Parcel;
+use blockyard_yard::{HeldOpenings, Job, JobKind, JobState};
+
+use crate::server::Server;
+
+/// How long calls that change the set of disks may take before a hand-over begins.
+pub(super) const CALLS_TIME: Duration = Duration::from_secs(5);
+/// Time between two looks whether such calls have ended.
+pub(super) const CALLS_PAUSE: Duration = Duration::from_millis(5);
+
+/// Why a hand-over cannot begin, or a disk cannot be given, at this moment.
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
+pub struct NotNow(pub(super) String);
+
+/// Returns a copy of a listening socket for the next server.
+type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
+
+/// What a server needs to hand its disks over.
+pub struct HandOvers {
+    /// Held during a hand-over: one at a time.
+    only: Mutex<()>,
+    /// Another server has the disks.
+    pub(super) is_done: AtomicBool,
+    /// This server ends, so nothing waits for the end of another one.
+    is_ending: AtomicBool,
+    /// Read by calls that change disks: the new server would not know what they do meanwhile.
+    changes: RwLock<()>,
+    sockets: Mutex<Vec<(&'static str, Socket)>>,
+    /// Of the API, if there is one.
+    pub(super) acceptance: OnceLock<Acceptance>,
+    /// Ends the wait of the main thread for signals.
+    pub(super) end: signal_hook::iterator::Handle,
+}
+
+impl HandOvers {
+    pub fn new(end: signal_hook::iterator::Handle) -> Self {
+        let (only, is_done, is_ending, changes, sockets, acceptance) = Default::default();
+        HandOvers { only, is_done, is_ending, changes, sockets, acceptance, end }
+    }
+
+    /// Passes a listening socket on to the next server.
+    pub fn offer(
+        &self,
+        name: &'static str,
+        copy: impl Fn() -> io::Result<Parcel> + Send + 'static,
+    ) {
+        self.sockets().push((name, Box::new(copy)));
+    }
+
+    /// Stores what pauses the API. A hand-over pauses it before the next server serves.
+    pub fn pauses(&self, acceptance: &Acceptance) {
+        let _ = self.acceptance.set(acceptance.clone());
+    }
+
+    /// Returns whether the next server accepts the calls of the API, or will in a moment.
+    pub fn has_left_api(&self) -> bool {
+        self.is_done() || self.acceptance.get().is_some_and(Acceptance::is_paused)
+    }
+
+    /// Returns whether another server has the disks.
+    pub fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::SeqCst)
+    }
+
+    /// Returns whether this server ends.
+    pub fn is_ending(&self) -> bool {
+        self.is_ending.load(Ordering::SeqCst)
+    }
+
+    /// Notes that this server ends.
+    pub fn give_up(&self) {
+        self.is_ending.store(true, Ordering::SeqCst);
+    }
+
+    /// Excludes hand-overs for a call that changes disks. None: one runs, or has ended.
+    pub fn try_exclude(&self) -> Option<RwLockReadGuard<'_, ()>> {
+        let change = match self.changes.try_read() {
+            Ok(change) => change,
+            Err(TryLockError::Poisoned(change)) => change.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        (!self.is_done()).then_some(change)
+    }
+
+    /// Waits until no call changes disks, and excludes such calls. None: one has not ended.
+    fn exclude_changes(&self) -> Option<RwLockWriteGuard<'_, ()>> {
+        let until = Instant::now() + CALLS_TIME;
+        loop {
+            match self.changes.try_write() {
+                Ok(alone) => return Some(alone),
+                Err(TryLockError::Poisoned(alone)) => return Some(alone.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < until => {
+                    std::thread::sleep(CALLS_PAUSE);
+                }
+                Err(TryLockError::WouldBlock) => return None,
+            }
+        }
+    }
+
+    /// Returns the sockets for the next server, each with its name.
+    pub(super) fn sockets(&self) -> MutexGuard<'_, Vec<(&'static str, Socket)>> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What excludes another hand-over, reloads, and calls that change disks or the configuration. It
+/// begins before the new server reads the configuration. The last field is dropped last.
+pub struct Alone<'a> {
+    /// Disks that are being opened. Only storage that hangs does that beside the other locks.
+    pub(super) openings: Option<HeldOpenings>,
+    _changes: RwLockWriteGuard<'a, ()>,
+    _reloading: MutexGuard<'a, ()>,
+    _only: MutexGuard<'a, ()>,
+}
+
+impl<'a> Alone<'a> {
+    pub fn of(server: &'a Server) -> Result<Self, NotNow> {
+        let _only = match server.hand_overs.only.try_lock() {
+            Ok(only) => only,
+            Err(TryLockError::Poisoned(only)) => only.into_inner(),
+            Err(TryLockError::WouldBlock) => {
+                return Err(NotNow("another hand-over runs".into()));
+            }
+        };
+        let not_ended = |what: &str| {
+            let waits = server.waits.describe();
+            NotNow(format!("{what} has not ended{waits}: try again later"))
+        };
+        // Calls that wait for storage which hangs end their wait.
+        let hurry = server.waits.hurry();
+        let reloading = server.exclude_reloads_within(CALLS_TIME);
+        let _reloading =
+            reloading.ok_or_else(|| not_ended("a reload, or a call that keeps a change,"))?;
+        let changes = server.hand_overs.exclude_changes();
+        let _changes =
+            changes.ok_or_else(|| not_ended("a call that adds, changes or removes a disk"))?;
+        drop(hurry);
+        if let Some(job) = server.yard.jobs().iter().find(|job| will_change_configuration(job)) {
+            return Err(NotNow(format!(
+                "a snapshot of disk \"{}\" that is kept has not ended: try again later",
+                job.disk()
+            )));
+        }
+        let openings = server.yard.hold_openings(CALLS_TIME);
+        let what = "the exports of a disk have not started: try again later";
+        let openings = Some(openings.ok_or_else(|| NotNow(what.into()))?);
+        Ok(Alone { openings, _changes, _reloading, _only })
+    }
+}
+
+/// Returns whether the end of a job changes a file of the configuration.
+fn will_change_configuration(job: &Job) -> bool {
+    let is_kept = |options: &SnapshotOptions| options.start_record.is_some();
+    let is_running = matches!(job.state(), JobState::Running);
+    is_running && matches!(job.kind(), JobKind::Snapshot(options) if is_kept(options))
+}
