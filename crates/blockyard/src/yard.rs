@@ -1,6 +1,6 @@
 //! The disks that a process serves.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::BTreeMap;
 use std::io;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -26,8 +26,9 @@ pub struct Yard {
     pub(crate) servers: NbdServers,
     /// What the process before this one has handed over.
     pub(crate) inherited: Inheritance,
-    /// The ends of targets, by disk.
-    targets: Mutex<HashMap<String, TargetEnd>>,
+    /// The ends of targets that have not ended, with the names of their disks. A disk has several
+    /// if a target did not start in time, and another one was tried.
+    targets: Mutex<Vec<(String, TargetEnd)>>,
 }
 
 /// A disk that another process has now.
@@ -129,8 +130,10 @@ impl Yard {
         match disk.content {
             Content::Image(_) => {}
             Content::Target(target) => {
-                let given = target.open(disk.cache).inspect_err(|e| self.note_end(&name, e))?;
-                self.targets().extend(given.end().map(|end| (name.clone(), end)));
+                let opened = target.open(disk.cache);
+                // A target that has not started may still run, and have its files.
+                self.note_end(&name, opened.as_ref().map_or_else(TargetError::end, |t| t.end()));
+                let given = opened?;
                 image = ChainOptions { format: Some(Format::Raw), given: Some(given), ..image };
             }
         }
@@ -153,19 +156,19 @@ impl Yard {
     /// Ends the exports of a disk, flushes and closes it.
     pub fn remove(&self, name: &str) -> Result<Ended, Error> {
         let ended = ended(&self.yard.remove(name)?);
-        self.targets().remove(name);
+        self.note_end(name, None);
         Ok(ended)
     }
 
-    fn targets(&self) -> MutexGuard<'_, HashMap<String, TargetEnd>> {
+    fn targets(&self) -> MutexGuard<'_, Vec<(String, TargetEnd)>> {
         self.targets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the end of a target that has not started: it may still run, and have its files.
-    fn note_end(&self, name: &str, error: &TargetError) {
+    /// Keeps the end of a target until it has ended.
+    fn note_end(&self, name: &str, end: Option<TargetEnd>) {
         let mut targets = self.targets();
-        targets.retain(|_, end| !end.wait(Duration::ZERO));
-        targets.extend(error.end().map(|end| (name.into(), end)));
+        targets.retain(|(_, end)| !end.wait(Duration::ZERO));
+        targets.extend(end.map(|end| (name.into(), end)));
     }
 
     /// Ends all disks. Returns whether their targets have ended, too.
@@ -173,16 +176,19 @@ impl Yard {
         let targets = std::mem::take(&mut *self.targets());
         drop(self);
         let until = Instant::now() + limit;
-        targets.values().all(|end| end.wait(until.saturating_duration_since(Instant::now())))
+        targets.iter().all(|(_, end)| end.wait(until.saturating_duration_since(Instant::now())))
     }
 
     /// Waits for the end of the target of a disk that has ended.
     pub(crate) fn target_ended(&self, name: &str, limit: Duration) -> io::Result<()> {
-        let Some(end) = self.targets().remove(name) else { return Ok(()) };
-        if end.wait(limit) {
+        let of_disk: Vec<_> = self.targets().extract_if(.., |(disk, _)| disk == name).collect();
+        let until = Instant::now() + limit;
+        let has_ended = |end: &TargetEnd| end.wait(until.saturating_duration_since(Instant::now()));
+        let left: Vec<_> = of_disk.into_iter().filter(|(_, end)| !has_ended(end)).collect();
+        if left.is_empty() {
             return Ok(());
         }
-        self.targets().insert(name.into(), end);
+        self.targets().extend(left);
         let what = format!("the target of disk \"{name}\" does not end: its thread is busy");
         Err(io::Error::new(io::ErrorKind::TimedOut, what))
     }

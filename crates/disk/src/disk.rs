@@ -61,8 +61,9 @@ pub struct Disk {
     pub(crate) on_device: bool,
     /// Whether a write was acknowledged that no sync has covered yet.
     pub(crate) unsynced: AtomicBool,
-    /// Whether a sync runs, which may cover such writes.
+    /// Whether a sync runs, which may cover such writes, and how many have begun or ended.
     pub(crate) is_syncing: AtomicBool,
+    syncs: AtomicU64,
     /// Number of bytes written to the page cache since the last sync.
     pub(crate) dirty: AtomicU64,
     /// Reason why writes fail; see [`Failure::Poisoned`].
@@ -154,6 +155,7 @@ impl Disk {
             cached,
             unsynced,
             is_syncing: AtomicBool::new(false),
+            syncs: AtomicU64::new(0),
             dirties,
             on_device,
             dirty,
@@ -267,6 +269,25 @@ impl Disk {
         }
     }
 
+    /// Notes that a sync begins. Returns whether acknowledged writes were not synced. The sync may
+    /// not cover writes that are acknowledged from here on.
+    pub(crate) fn begin_sync(&self) -> bool {
+        self.is_syncing.store(true, Ordering::SeqCst);
+        self.syncs.fetch_add(1, Ordering::SeqCst);
+        self.unsynced.swap(false, Ordering::SeqCst)
+    }
+
+    pub(crate) fn end_sync(&self) {
+        self.syncs.fetch_add(1, Ordering::SeqCst);
+        self.is_syncing.store(false, Ordering::SeqCst);
+    }
+
+    /// Returns how many syncs have begun, and how many have ended, together.
+    #[inline]
+    pub(crate) fn syncs(&self) -> u64 {
+        self.syncs.load(Ordering::Relaxed)
+    }
+
     /// Counts a write to the page cache. Returns true if the disk must sync now: it has neighbours,
     /// and a later write-back by the kernel would delay their operations.
     #[inline]
@@ -278,14 +299,19 @@ impl Disk {
 
     /// Returns whether a failed durable write that bypasses the page cache may have lost other
     /// writes, too, without a later sync reporting it. Such a write ends in a flush of the device's
-    /// cache, and the device reports the loss of a write only once.
-    pub(crate) fn lost_others_with(&self, error: &io::Error) -> bool {
+    /// cache, and the device reports the loss of a write only once. `syncs`: [`Disk::syncs`] before
+    /// the write began.
+    pub(crate) fn lost_others_with(&self, error: &io::Error, syncs: u64) -> bool {
         match Failure::of(error) {
             // The kernel refused the write before it did anything.
             _ if error.kind() == io::ErrorKind::InvalidInput => false,
             Failure::Unsupported | Failure::NoSpace => false,
-            // The order: a sync sets the second before it resets the first.
-            _ => self.unsynced.load(Ordering::SeqCst) || self.is_syncing.load(Ordering::SeqCst),
+            // The order: a sync sets the others before it resets the first.
+            _ => {
+                self.unsynced.load(Ordering::SeqCst)
+                    || self.is_syncing.load(Ordering::SeqCst)
+                    || self.syncs() != syncs
+            }
         }
     }
 

@@ -466,7 +466,7 @@ impl LocalDisk {
         // Images have metadata, too, which a flush writes in order.
         let shares = durable && (self.disk.cached || image.backend.flushes_whole());
         let durable = durable && !shares;
-        let len = segments.len() as u64;
+        let (len, syncs) = (segments.len() as u64, self.disk.syncs());
         let (segments, mut result) = image.backend.write(segments, offset, durable).await;
         match &result {
             Ok(()) if !durable => {
@@ -476,7 +476,9 @@ impl LocalDisk {
                 }
             }
             Err(e)
-                if durable && self.disk.lost_others_with(e) && !image.backend.keeps_unsynced() =>
+                if durable
+                    && self.disk.lost_others_with(e, syncs)
+                    && !image.backend.keeps_unsynced() =>
             {
                 self.disk.poison("a durable write", e)
             }
@@ -524,11 +526,7 @@ impl LocalDisk {
                 if self.disk.poisoned().is_some() {
                     return Err(io::Error::other("the disk is poisoned"));
                 }
-                // Until its end a durable write may get the report of a loss that this sync covers.
-                self.disk.is_syncing.store(true, Ordering::SeqCst);
-                // Reset the flag before the sync begins, because the sync may not cover writes that
-                // are acknowledged from here on.
-                let had_unsynced = self.disk.unsynced.swap(false, Ordering::SeqCst);
+                let had_unsynced = self.disk.begin_sync();
                 self.disk.dirty.store(0, Ordering::Relaxed);
                 let _held = self.throttle.sync();
                 probe::sync_begin(self.disk.name());
@@ -537,7 +535,7 @@ impl LocalDisk {
                 if result.is_ok() && self.disk.poisoned().is_some() {
                     result = Err(io::Error::other("the disk was poisoned during the flush"));
                 }
-                self.disk.is_syncing.store(false, Ordering::SeqCst);
+                self.disk.end_sync();
                 match &result {
                     // All other writes are durable, and the next flush tries again.
                     Err(e) if IncompleteCluster::is_in(e) => self.disk.note_unsynced(),

@@ -31,8 +31,8 @@ use crate::memory::{GuestMemory, Region};
 /// Means "no registered buffer": the operation uses ordinary addresses.
 pub(crate) const NONE: u16 = u16::MAX;
 
-/// Number of entries in a ring's table of registered buffers.
-const ENTRIES: u16 = 4096;
+/// Number of entries in a ring's table of registered buffers: the kernel's limit.
+const ENTRIES: u16 = 16_384;
 /// Size of a registered buffer in bytes, at most; the kernel's limit. An iovec that crosses two
 /// buffers uses ordinary addresses.
 const MOST: usize = 1 << 30;

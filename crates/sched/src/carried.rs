@@ -43,6 +43,9 @@ pub struct ShareState {
     /// state, which knew only the time.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub device_debt_cost_ns: Option<u64>,
+    /// The part of the cost that the device's virtual time has not passed. `None`: as above.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub device_debt_order_ns: Option<u64>,
     // See `Figures`.
     pub owed_ns: u64,
     pub used_ns: u64,
@@ -169,6 +172,19 @@ mod tests {
         let owed = old.paused_until(OLD).unwrap() - OLD;
         hand_over(&old, &new);
         assert_eq!(new.paused_until(NEW), Some(NEW + owed));
+        // The disk's share of the time has covered the debt, and the virtual time has not.
+        let [new, beside] = neighbours(NEW);
+        let state = ShareState {
+            device_debt_cost_ns: Some(0),
+            device_debt_order_ns: Some(SECOND),
+            ..ShareState::default()
+        };
+        new.continue_from(NEW, &state);
+        assert_eq!(new.hand_over(NEW).device_debt_order_ns, Some(SECOND));
+        let _granted: Vec<_> = std::iter::from_fn(|| beside.ask(NEW, &READ)).collect();
+        assert_eq!(new.paused_until(NEW), None, "no other disk waits");
+        beside.wait(NEW, &READ, &Default::default(), std::task::Waker::noop());
+        assert!(new.paused_until(NEW).is_some());
         // An older server knows only the time.
         let [new, _beside] = neighbours(NEW);
         let state = ShareState { device_debt_ns: SECOND, ..ShareState::default() };

@@ -53,9 +53,11 @@ struct DeviceDebt {
     by_time: u64,
     /// What the device's virtual time has not passed yet.
     by_order: u64,
-    /// Time and virtual time until which the debt is paid.
+    /// Time and virtual time until which the debt is paid, and what paid it last. 0: nothing yet.
     time: Time,
     virtual_time: u64,
+    rate: f64,
+    worth: f64,
 }
 
 /// What pays a debt to a device.
@@ -80,16 +82,21 @@ pub(crate) struct Standing {
 }
 
 impl DeviceDebt {
-    /// Takes off what the disk's share has covered since the last call.
+    /// Takes off what the disk's share has covered since the last call. If the share has changed
+    /// meanwhile, the smaller one counts: a guest may choose the moment of the call.
     fn pay(&mut self, now: Time, payment: &Payment) {
-        let by_time = now.saturating_sub(self.time) as f64 * payment.rate;
+        let least = |last: f64, new: f64| if last > 0.0 { last.min(new) } else { new };
+        let by_time = now.saturating_sub(self.time) as f64 * least(self.rate, payment.rate);
         self.by_time = self.by_time.saturating_sub(by_time as u64);
         self.time = self.time.max(now);
-        // Virtual times wrap around. A distance of more than half of the range pays nothing.
+        // Virtual times wrap around. Another thread may have paid with a later one.
         let passed = payment.virtual_time.wrapping_sub(self.virtual_time) as i64;
-        let by_order = passed.max(0) as f64 * payment.worth;
-        self.by_order = self.by_order.saturating_sub(by_order as u64);
-        self.virtual_time = payment.virtual_time;
+        if passed > 0 || self.by_order == 0 {
+            let by_order = passed.max(0) as f64 * least(self.worth, payment.worth);
+            self.by_order = self.by_order.saturating_sub(by_order as u64);
+            self.virtual_time = payment.virtual_time;
+        }
+        (self.rate, self.worth) = (payment.rate, payment.worth);
     }
 
     /// Returns the time until the disk's share covers the debt, in nanoseconds.
@@ -110,13 +117,14 @@ impl Debt {
         self.limits.fetch_min(opens, Relaxed);
     }
 
-    /// Adds `cost` nanoseconds to the debt to the device.
-    pub fn owe_device(&self, now: Time, cost: u64, payment: &Payment) {
-        if cost > 0 {
+    /// Adds nanoseconds of cost to the debt to the device: for the disk's share of the time, and
+    /// for the virtual time.
+    pub fn owe_device(&self, now: Time, [by_time, by_order]: [u64; 2], payment: &Payment) {
+        if by_time > 0 || by_order > 0 {
             let mut debt = self.device();
             debt.pay(now, payment);
-            debt.by_time = debt.by_time.saturating_add(cost);
-            debt.by_order = debt.by_order.saturating_add(cost);
+            debt.by_time = debt.by_time.saturating_add(by_time);
+            debt.by_order = debt.by_order.saturating_add(by_order);
             self.owes_device.store(true, Relaxed);
         }
     }
@@ -137,11 +145,12 @@ impl Debt {
         self.limits.load(Relaxed).saturating_sub(now)
     }
 
-    /// Returns the debt to the device: the time until it is paid, and its cost, in nanoseconds.
-    pub fn device_left(&self, now: Time, payment: &Payment) -> (u64, u64) {
+    /// Returns the debt to the device, in nanoseconds: the time until it is paid, and its cost for
+    /// the disk's share of the time and for the virtual time.
+    pub fn device_left(&self, now: Time, payment: &Payment) -> [u64; 3] {
         let mut debt = self.device();
         debt.pay(now, payment);
-        (debt.time_left(payment), debt.by_time)
+        [debt.time_left(payment), debt.by_time, debt.by_order]
     }
 
     /// Adds a waiting operation. Returns the cost that it counts for, which [`Debt::leave`] takes.
@@ -177,12 +186,16 @@ impl Debt {
     fn device_paid_at(&self, now: Time, standing: &Standing) -> Option<Time> {
         let mut debt = self.device();
         debt.pay(now, &standing.payment);
-        if standing.others_wait && debt.by_order > standing.margin {
+        let is_ahead = debt.by_order > standing.margin;
+        if standing.others_wait && is_ahead {
             return Some(now + CHECK_PERIOD_NS);
         }
         if debt.by_time == 0 {
-            *debt = DeviceDebt::default();
-            self.owes_device.store(false, Relaxed);
+            // Others that work may wait in a moment.
+            if !is_ahead || !standing.others_work {
+                *debt = DeviceDebt::default();
+                self.owes_device.store(false, Relaxed);
+            }
             return None;
         }
         // The debt stays: the other disks may begin to work again.
@@ -295,10 +308,13 @@ mod tests {
     fn queues_of_a_disk_over_its_share_pause_while_another_disk_waits() {
         let [one, two] = neighbours();
         let forced: Vec<_> = (0..1000).map(|_| one.force(NOW, &READ)).collect();
-        let granted: Vec<_> = std::iter::from_fn(|| two.ask(NOW, &READ)).collect();
+        let mut granted = vec![two.ask(NOW, &READ).unwrap()];
+        // The other disk works, and does not wait at this moment.
+        let later = NOW + 3600 * SECOND;
+        assert_eq!(one.paused_until(later), None);
+        granted.extend(std::iter::from_fn(|| two.ask(NOW, &READ)));
         let token = Arc::default();
         two.wait(NOW, &READ, &token, Waker::noop());
-        let later = NOW + 3600 * SECOND;
         assert_eq!(one.paused_until(later), Some(later + CHECK_PERIOD_NS));
         // The device completes the operations, and the waiting disk begins.
         forced.into_iter().for_each(|grant| one.done(NOW, grant));

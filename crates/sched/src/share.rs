@@ -247,7 +247,7 @@ impl Share {
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
         self.refund_limits(operation, grant.owes_limits);
         if let Some(device) = &self.device {
-            if grant.is_forced {
+            if grant.is_forced && device.is_shared() {
                 self.debt.forgive_device(grant.cost_ns);
             }
             device.refund(&self.account, now, &grant);
@@ -339,7 +339,7 @@ impl Share {
     /// nothing.
     fn owe_device(&self, device: &Device, now: Time, cost: u64) {
         if device.is_shared() {
-            self.debt.owe_device(now, cost, &device.payment(&self.account));
+            self.debt.owe_device(now, [cost; 2], &device.payment(&self.account));
         }
     }
 
@@ -384,7 +384,8 @@ impl Share {
             let payment = device.payment(&self.account);
             self.debt.device_left(now, &payment)
         });
-        let (device_debt_ns, device_debt_cost_ns) = device_debt.unwrap_or_default();
+        let [device_debt_ns, cost, order] = device_debt.unwrap_or_default();
+        let owes_device = cost > 0 || order > 0;
         let group = self.account.group();
         let group_forced = (!self.owed.is_zero()).then(|| self.owed.forced());
         let figures = self.figures();
@@ -397,7 +398,8 @@ impl Share {
             group_orphans: group.map(|group| group.orphans.hand_over()).unwrap_or_default(),
             limits_debt_ns: self.debt.limits_left(now),
             device_debt_ns,
-            device_debt_cost_ns: Some(device_debt_cost_ns).filter(|cost| *cost > 0),
+            device_debt_cost_ns: owes_device.then_some(cost),
+            device_debt_order_ns: owes_device.then_some(order),
             owed_ns: figures.owed_ns,
             used_ns: figures.used_ns,
             donated_ns: figures.donated_ns,
@@ -427,7 +429,8 @@ impl Share {
             // An older server knew only the time. At least this much of it is cost.
             let least = (state.device_debt_ns as f64 * MIN_PART) as u64;
             let cost = state.device_debt_cost_ns.unwrap_or(least).min(MAX_DEBT_NS);
-            self.debt.owe_device(now, cost, &device.payment(&self.account));
+            let order = state.device_debt_order_ns.unwrap_or(cost).min(MAX_DEBT_NS);
+            self.debt.owe_device(now, [cost, order], &device.payment(&self.account));
         }
         let sums = &self.account.sums;
         for (sum, more) in [

@@ -200,7 +200,10 @@ impl Server {
     pub(super) fn persistence(&self, name: &str, wanted: bool) -> Answer<Option<Persistence>> {
         let (config, nbd) = (self.options.config.as_deref(), &self.options.nbd);
         let found = wanted.then(|| {
-            Persistence::of(config, nbd, name).map(|store| store.with_served(&self.book.all()))
+            let store = Persistence::of(config, nbd, name)?;
+            // The folder may be younger than this server. From now on it must not go.
+            self.known().missing.parts = false;
+            Ok(store.with_served(&self.book.all()))
         });
         found.transpose().map_err(|e| conflict(&e))
     }

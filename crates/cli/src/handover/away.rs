@@ -30,7 +30,7 @@ use crate::server::Server;
 const LOCKED_TIME: Duration = Duration::from_secs(600);
 /// How long a hand-over that has failed waits for a disk to open again. Storage without an answer
 /// must not keep the caller of the upgrade, and the next upgrade.
-const BACK_TIME: Duration = Duration::from_secs(30);
+pub const BACK_TIME: Duration = Duration::from_secs(30);
 
 /// A disk that the new server has, or may have.
 pub struct Away<'a> {
@@ -146,12 +146,12 @@ pub struct Back<'a> {
 }
 
 impl Back<'_> {
-    /// Waits until the disk is served again, but not longer than [`BACK_TIME`], and not for other
+    /// Waits until the disk is served again, but not longer than until then, and not for other
     /// programs. Then it is served later.
-    pub fn wait(self, server: &Server) {
+    pub fn wait(self, server: &Server, until: Instant) {
         let Back { held, settings, pending } = self;
         let disk = held.args().name();
-        let first = match pending.wait_at_most(BACK_TIME) {
+        let first = match pending.wait_at_most(until.saturating_duration_since(Instant::now())) {
             Ok(Err(e)) if e.is_full() && settings.on_enospc == OnEnospc::Pause => {
                 tracing::warn!(disk, "{}", describe_space(&disk, &e));
                 First::Failed(e)
@@ -215,7 +215,10 @@ pub fn serve_later(server: &Server, lent: String, late: Pending<HandedDisk>) {
         let disk = held.args().name();
         let ended = late.wait().map_err(anyhow::Error::from);
         match ended.and_then(|handed| Away::of(&server, held, handed)) {
-            Ok((away, _)) => away.begin_again(&server).wait(&server),
+            Ok((away, _)) => {
+                let until = Instant::now() + BACK_TIME;
+                away.begin_again(&server).wait(&server, until);
+            }
             Err(e) => tracing::error!(disk, "{e:#}"),
         }
     });

@@ -129,9 +129,10 @@ enum FromOld {
         /// Disks that calls have removed, with their keys in the configuration file.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
         removed: BTreeMap<String, Table>,
-        /// What its configuration does not have. None: the version does not send it.
+        /// The folder of its configuration, and what it does not have. None: there is none, or the
+        /// version does not send it.
         #[serde(default, skip_serializing_if = "Option::is_none")]
-        missing: Option<Missing>,
+        files: Option<(PathBuf, Missing)>,
     },
     Given {
         exports: Vec<String>,
@@ -230,7 +231,7 @@ mod tests {
         let (set, program, removed) = Default::default();
         let (name, by_api, is_closed) = ("web".into(), false, false);
         let web = Offered { name, by_api, keys, set, program, is_closed };
-        let (disks, state_folder, missing) = (vec![web], None, None);
+        let (disks, state_folder, files) = (vec![web], None, None);
         let sockets = ["API", "control", "nbd unix:/run/n"].map(String::from).into();
         let exports = ["vhost-user", "nbd", "carried"].map(String::from).into();
         for (recorded, ours) in old.into_iter().zip([
@@ -240,7 +241,7 @@ mod tests {
                 sockets,
                 state_folder,
                 removed,
-                missing,
+                files,
             },
             FromOld::Given { exports, unopened: false },
             FromOld::Commit,

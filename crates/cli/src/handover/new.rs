@@ -25,6 +25,7 @@ use toml::Table;
 use super::settings::{Split, Wanted, split};
 use super::{FORMAT, FromNew, FromOld, KEPT, MESSAGE_TIME, NBD, Offered, PROGRAM, Peer};
 use crate::config::Config;
+use crate::config::files::{self, Missing};
 use crate::exports;
 use crate::holder;
 use crate::journals;
@@ -69,10 +70,10 @@ impl Takeover {
         let sent = peer.send(&FromNew::Hello { format: FORMAT, version }).context(TALKING);
         // A server that refuses at once may close the connection before it reads.
         let answer: FromOld = peer.receive().context(TALKING).or_else(|e| sent.and(Err(e)))?;
-        let (disks, names, state_folder, removed, missing) = match answer {
-            FromOld::Welcome { disks, sockets, version, state_folder, removed, missing } => {
+        let (disks, names, state_folder, removed, files) = match answer {
+            FromOld::Welcome { disks, sockets, version, state_folder, removed, files } => {
                 tracing::info!("taking {} disks over from version {version}", disks.len());
-                (disks, sockets, state_folder, removed, missing)
+                (disks, sockets, state_folder, removed, files)
             }
             FromOld::Refused { what } => bail!("the running server keeps its disks: {what}"),
             other => bail!("the running server sent {other:?}"),
@@ -88,9 +89,7 @@ impl Takeover {
         let mut takeover = Takeover { peer, old, offered: disks, removed, sockets };
         takeover.prepare(|takeover| {
             check_unchanged(options, config)?;
-            if let (Some(path), Some(before)) = (&options.config, missing) {
-                config.missing.check(before, path)?;
-            }
+            check_files(options, config, files)?;
             check_state_folder(state_folder.as_deref())?;
             // The old server could not take an image back that a journal elsewhere belongs to. A
             // server of an older version does not say where its journals are.
@@ -293,6 +292,18 @@ fn check_unchanged(options: &ServeOptions, config: &Config) -> anyhow::Result<()
     let is_same = Config::of(options)? == *config;
     anyhow::ensure!(is_same, "the configuration has changed since this server read it: try again");
     Ok(())
+}
+
+/// Returns an error if a file or folder of the configuration has gone since the old server read it.
+/// `before`: the folder that the old server has read, and what it did not have then.
+fn check_files(
+    options: &ServeOptions,
+    config: &Config,
+    before: Option<(PathBuf, Missing)>,
+) -> anyhow::Result<()> {
+    let (Some(path), Some((folder, before))) = (&options.config, before) else { return Ok(()) };
+    let is_same = std::fs::canonicalize(files::root(path)).is_ok_and(|root| root == folder);
+    if is_same { config.missing.check(before, path) } else { Ok(()) }
 }
 
 /// Returns an error if the old server has its journals elsewhere: it could not take back an image

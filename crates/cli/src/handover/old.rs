@@ -24,11 +24,12 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
 use super::alone::{Alone, CALLS_PAUSE, CALLS_TIME, NotNow};
-use super::away::Away;
+use super::away::{Away, BACK_TIME};
 use super::{
     FORMAT, FromNew, FromOld, MESSAGE_TIME, NBD, Offered, OfferedProgram, Peer, away, launcher,
 };
 use crate::book::{Entry, HeldDisk, HoldError};
+use crate::config::files;
 use crate::server::Server;
 use crate::{exports, holder, journals, supervisor};
 
@@ -247,8 +248,11 @@ impl<'a> HandOver<'a> {
         let sockets = parcels.iter().map(|(name, _)| name.clone()).collect();
         let version = env!("CARGO_PKG_VERSION").into();
         let state_folder = journals::in_use().map(Path::to_path_buf);
-        let (removed, missing) = (self.server.book.removed(), Some(self.server.known().missing));
-        let welcome = FromOld::Welcome { version, disks, sockets, state_folder, removed, missing };
+        let removed = self.server.book.removed();
+        let config = self.server.options.config.as_deref().map(files::root);
+        let folder = config.and_then(|folder| std::fs::canonicalize(folder).ok());
+        let files = folder.map(|folder| (folder, self.server.known().missing));
+        let welcome = FromOld::Welcome { version, disks, sockets, state_folder, removed, files };
         self.peer.send(&welcome)?;
         parcels.iter().try_for_each(|(_, parcel)| self.peer.send_parcel(parcel))?;
         Ok(())
@@ -369,20 +373,23 @@ impl<'a> HandOver<'a> {
             nbd().take_back();
         }
         // Two servers on one image would destroy it, and a lock protects only some images.
-        if has_some && !self.has_surely_ended() {
+        // Clients of other disks must not wait for that.
+        if has_some && !self.has_surely_ended(|| nbd().take_back()) {
             self.away.clear();
         }
         // The disks open at the same time, as at start.
         let back = self.away.drain(..).map(|away| away.begin_again(self.server));
         let back: Vec<_> = back.collect();
-        back.into_iter().for_each(|back| back.wait(self.server));
+        let until = Instant::now() + BACK_TIME;
+        back.into_iter().for_each(|back| back.wait(self.server, until));
         let mut nbd = nbd();
         nbd.take_back();
         nbd.has_taken_back();
     }
 
     /// Waits without a limit for the end of the new server. Returns false if this one ends first.
-    fn has_surely_ended(&self) -> bool {
+    /// `late`: is called if it does not end soon.
+    fn has_surely_ended(&self, late: impl Fn()) -> bool {
         let mut reported = None::<Instant>;
         while !host::has_ended(&self.process, CHECK_TIME).unwrap_or(true) {
             if self.server.hand_overs.is_ending() {
@@ -391,6 +398,7 @@ impl<'a> HandOver<'a> {
             if reported.is_none_or(|time| time.elapsed() > KILL_TIME) {
                 let (disks, pid) = (self.away.len(), self.pid.as_raw_nonzero());
                 tracing::error!("{disks} disks wait until process {pid} has ended");
+                late();
                 reported = Some(Instant::now());
             }
         }

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result, anyhow, bail};
 use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
 use blockyard_image::tools::NewImage;
-use blockyard_image::{Chain, ChainOptions, Format, names_a_path, scheme_of};
+use blockyard_image::{Chain, ChainOptions, Format, names_a_path};
 
 use super::FolderArgs;
 use super::settings::Settings;
@@ -59,9 +59,9 @@ impl Backing {
 
     /// Returns the name that a qcow2 image stores. Fails if no reader would take it for a path.
     pub fn stored_name(&self) -> Result<&str> {
-        match scheme_of(Path::new(&self.name)) {
-            Some(_) => Ok(&self.name),
-            None => stored_path("backing file", &self.name),
+        match blockyard_nbd::uri::is_uri(&self.name) {
+            true => Ok(&self.name),
+            false => stored_path("backing file", &self.name),
         }
     }
 
@@ -136,7 +136,8 @@ impl Backing {
 
 /// Returns the name of a file, if an image may store it. `role`: what the file is to the image.
 fn stored_path<'a>(role: &str, name: &'a str) -> Result<&'a str> {
-    if !names_a_path(name) {
+    // QEMU takes an empty word for a protocol, too.
+    if name.starts_with(':') || !names_a_path(name) {
         bail!(
             "{role} {name}: in an image, the word before a colon names a protocol: write ./{name}"
         );

@@ -104,6 +104,11 @@ fn a_name_with_a_protocol_is_refused_before_an_image_stores_it() {
     refused(&["create", "-o", option, top_arg, "4M"], 2, &advice_data);
     refused(&["convert", "-o", option, base_arg, top_arg], 2, &advice_data);
     assert!(!top.exists() && !images.path("vm:1.raw").exists());
+    for name in ["exec:base.img", ":base.img"] {
+        std::fs::copy(&base, images.path(name)).unwrap();
+        let create = ["create", "-b", name, "-F", "raw", top_arg];
+        refused(&create, 2, &[&format!("write ./{name}")]);
+    }
 
     image(&["create", "-q", "-b", "./vm:base.img", "-F", "raw", top_arg]);
     sound_and_same((&top, "qcow2"), (&base, "raw"));

@@ -325,8 +325,11 @@ fn admit(shared: &Arc<Shared>, reactors: &Weak<Reactors>, entrance: Entrance) ->
 /// Gives a client to the next reactor. Disconnects the client if its source is limited.
 fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
     let source = Source::of(&fd);
+    shared.clients.fetch_add(1, Ordering::SeqCst);
+    let fd = Accepted { fd, server: shared.clone() };
     let Some(undecided) = Undecided::enter(shared, source) else {
-        // The client may have sent descriptors, so its socket is not closed on this thread.
+        // The client may have sent descriptors, so its socket is not closed on this thread. Until
+        // it is closed, it counts.
         reactors.next().run(move |handle| drop(Socket::new(handle, fd)));
         return shared.log.warn(
             &shared.address,
@@ -337,8 +340,6 @@ fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
             ),
         );
     };
-    shared.clients.fetch_add(1, Ordering::SeqCst);
-    let fd = Accepted { fd, server: shared.clone() };
     let client = Arrival { server: shared.clone(), settings: shared.settings() };
     // If the reactor has ended, the closure is dropped without a call.
     reactors.next().run(move |handle| match Stream::new(handle, fd) {

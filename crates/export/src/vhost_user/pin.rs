@@ -11,8 +11,9 @@
 //! - Registrations stay while queues stop and start, because pinning gigabytes takes long.
 //! - Requests cannot find removed memory, or the memory of a session that has ended, when the
 //!   reactor has handled the change. The task then unregisters it.
-//! - A reactor does one part in an iteration, and then only other work for some time. A front end
-//!   may replace its memory as often as it likes. Requests in memory that is not registered yet use
+//! - A reactor registers one part in an iteration, and then only does other work for some time. It
+//!   unregisters at most one part in an iteration. A front end may replace its memory as often as
+//!   it likes. Requests in memory that is not registered yet use
 //!   its addresses.
 
 use std::cell::{Cell, RefCell};
