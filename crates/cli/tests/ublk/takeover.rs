@@ -189,7 +189,8 @@ disks() { # COUNT: the first is one that cannot be
     printf '[[disk]]\nimage = "/tmp/images/none.img"\nublk = 100\n'
     for ((n = 0; n < $1; n++)); do
         truncate -s 8M d$n.img
-        printf '[[disk]]\nimage = "/tmp/images/d%d.img"\nublk = %d\n' $n $n
+        # Each request of a queue takes one of the reactor's 16384 places.
+        printf '[[disk]]\nimage = "/tmp/images/d%d.img"\nublk = %d\nqueue-size = 512\n' $n $n
     done
 }
 disks 40 >c.toml
