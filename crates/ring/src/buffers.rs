@@ -331,7 +331,7 @@ impl Buffers {
         self.clearable().is_some()
     }
 
-    /// Clears one entry in `leaving` whose last operation was reaped. Returns false if there is
+    /// Clears one entry in `leaving` that no operation names any more. Returns false if there is
     /// none.
     pub fn clear_one(&mut self, submitter: &Submitter<'_>) -> bool {
         let Some(at) = self.clearable() else { return false };
