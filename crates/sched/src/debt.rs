@@ -27,7 +27,7 @@ pub(crate) const MAX_QUEUED_NS: u64 = 30_000_000_000;
 const MAX_OPERATION_NS: u64 = 1 << 50;
 /// Pause before a queue checks the cost of the waiting operations again, in nanoseconds.
 const CHECK_PERIOD_NS: u64 = 20_000_000;
-/// Smallest part of the device that pays a debt, whatever the weights are, while no other disk
+/// At least this part of the device pays a debt, whatever the weights are, while no other disk
 /// waits. Without it, one operation of the lowest weight would hold a queue for days beside a
 /// neighbour that hardly uses the device.
 pub(crate) const MIN_PART: f64 = 0.05;

@@ -21,7 +21,7 @@ use blockyard_ring::host;
 
 use super::limits::Limits;
 
-/// Smallest share of a source.
+/// Each source has at least this share, in clients.
 const LEAST_SHARE: usize = 16;
 /// A source is limited when its excess is so many times what it may hold during one handshake.
 const LIMITED: f64 = 2.0;
