@@ -11,8 +11,9 @@
 //! - Only what a drain has admitted holds the queues. Other operations of the disk, such as those
 //!   of an NBD client, do not lengthen the debt.
 //! - The debt to the device counts only while other disks use the device. The disk's share of the
-//!   device pays it, at the present weights. While another disk waits, the device's virtual time
-//!   must pass the cost as well, because the share of the time relies on an assumed speed.
+//!   device pays it. After a change of weights the smaller share counts. While another disk waits,
+//!   the device's virtual time must pass the cost as well, because the share of the time relies on
+//!   an assumed speed.
 
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
 use std::sync::{Mutex, MutexGuard, PoisonError};
