@@ -349,15 +349,18 @@ fn regions_beyond_the_table_are_not_registered() {
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let all = async move {
-        let count = usize::from(ENTRIES) + 3;
-        let memory = Rc::new(guest(&vec![PAGE; count]).0);
+        handle.buffers(|buffers, _| buffers.most = PAGE as usize);
+        let full = usize::from(ENTRIES) / MOST_BUFFERS;
+        let size = MOST_BUFFERS as u64 * PAGE;
+        let sizes: Vec<_> = [size].repeat(full).into_iter().chain([PAGE; 3]).collect();
+        let memory = Rc::new(guest(&sizes).0);
         let mut registration = handle.register_memory(&memory);
         let outcome = registration.outcome();
-        assert_eq!((outcome.regions, outcome.plain), (count - 3, 3));
+        assert_eq!((outcome.regions, outcome.plain, free(&handle)), (full, 3, 0));
         assert_eq!(outcome.refused, Some(Refusal::Full));
         assert!(outcome.to_string().contains("3 regions are not: "), "{outcome}");
         assert_eq!(moves(&handle, &memory, &[(0, PAGE)]).await, [true; 2]);
-        assert_eq!(moves(&handle, &memory, &[((count as u64 - 1) * PAGE, PAGE)]).await, [false; 2]);
+        assert_eq!(moves(&handle, &memory, &[(full as u64 * size, PAGE)]).await, [false; 2]);
         let other = Rc::new(guest(&[PAGE]).0);
         registration.replace(&other);
         good(&registration, 1);
