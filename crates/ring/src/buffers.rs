@@ -1,8 +1,8 @@
 //! Registered buffers of io_uring: guest memory that is pinned once, not per operation.
 //!
-//! In: the regions to register ([`Registration`]), and the iovecs of operations. Out: the index of
-//! the registered buffer that contains the whole iovec. Without one, the operation uses ordinary
-//! addresses, which always works.
+//! In: the regions to register ([`crate::Registration`]), and the iovecs of operations. Out: the
+//! index of the registered buffer that contains the whole iovec. Without one, the operation uses
+//! ordinary addresses, which always works.
 //!
 //! What must hold
 //! - A buffer is found by address. The table keeps a region mapped as long as its buffers can be
@@ -12,21 +12,18 @@
 //! - A removed region's buffers can no longer be found at once. They are cleared after their last
 //!   operation is reaped, one in each iteration of the event loop. The kernel unpins the pages
 //!   after its own last use.
-//! - To pin or unpin a buffer takes the thread milliseconds, so a [`Registration`] does one buffer
-//!   in a step. A region is found only when it is registered as a whole.
+//! - A region is found only when it is registered as a whole.
 //! - Pages stay pinned if a front end gives them back, for example if a balloon punches holes into
 //!   the file. The buffer then refers to pages that the guest no longer has. Such front ends must
 //!   not be registered; this module cannot detect them.
 
-use std::collections::VecDeque;
 use std::fmt::{Display, Formatter};
 use std::io;
 use std::sync::Arc;
 
 use io_uring::{Probe, Submitter, opcode};
 
-use crate::executor::Handle;
-use crate::memory::{GuestMemory, Region};
+use crate::memory::Region;
 
 /// Means "no registered buffer": the operation uses ordinary addresses.
 pub(crate) const NONE: u16 = u16::MAX;
@@ -43,111 +40,16 @@ const STEP: usize = 256 << 20;
 /// fit into the table.
 const MOST_BUFFERS: usize = 1024;
 
-/// Guest memory that stays registered with a reactor's ring until this is dropped. A drop does all
-/// remaining steps at once.
-pub struct Registration {
-    handle: Handle,
-    /// The regions that are registered, or were refused.
-    regions: Vec<Arc<Region>>,
-    /// The region that is being registered.
-    partial: Option<Partial>,
-    /// The regions to register next.
-    waiting: VecDeque<Arc<Region>>,
-}
-
 /// A region of which a part is registered, and its buffers so far.
-struct Partial {
-    region: Arc<Region>,
-    buffers: Vec<RegisteredBuffer>,
-}
-
-impl Registration {
-    /// Creates a registration without memory.
-    pub fn new(handle: &Handle) -> Self {
-        let (regions, partial, waiting) = Default::default();
-        Registration { handle: handle.clone(), regions, partial, waiting }
-    }
-
-    /// Replaces the memory. Operations no longer find the regions that are gone, and find the new
-    /// ones after the steps that register them.
-    pub fn set(&mut self, memory: &GuestMemory) {
-        let new = memory.regions();
-        self.handle.buffers(|buffers, _| {
-            self.regions.retain(|region| {
-                let stays = has(new, region);
-                if !stays {
-                    buffers.leave(region);
-                }
-                stays
-            });
-            if let Some(gone) = self.partial.take_if(|partial| !has(new, &partial.region)) {
-                buffers.abandon(gone.buffers);
-            }
-        });
-        let partial = self.partial.as_ref().map(|partial| &partial.region);
-        let begun = |region: &Arc<Region>| partial.is_some_and(|r| Arc::ptr_eq(r, region));
-        let is_new = |region: &Arc<Region>| !has(&self.regions, region) && !begun(region);
-        self.waiting = new.iter().filter(|region| is_new(region)).cloned().collect();
-    }
-
-    /// Returns whether all regions are registered, or were refused.
-    pub fn is_settled(&self) -> bool {
-        self.partial.is_none() && self.waiting.is_empty()
-    }
-
-    /// Returns whether [`Registration::step`] has something to do.
-    pub fn has_work(&self) -> bool {
-        !self.is_settled() || self.handle.buffers(|buffers, _| buffers.has_clearable())
-    }
-
-    /// Clears one buffer that is no longer used, or registers one. A region is registered as a
-    /// whole, or not at all. Returns false if there was nothing to do.
-    pub fn step(&mut self) -> bool {
-        self.handle.buffers(|buffers, submitter| {
-            // Clear first, because the limit on pinned memory may not suffice for the old and the
-            // new regions together.
-            if buffers.clear_one(submitter) {
-                return true;
-            }
-            let next = || self.waiting.pop_front().map(Partial::new);
-            let Some(mut partial) = self.partial.take().or_else(next) else { return false };
-            if buffers.join(&partial.region) {
-                buffers.abandon(partial.buffers);
-                self.regions.push(partial.region);
-                return true;
-            }
-            match buffers.advance(submitter, &mut partial) {
-                Ok(false) => self.partial = Some(partial),
-                outcome => {
-                    self.regions.push(partial.region.clone());
-                    buffers.settle(partial, outcome.map(|_| ()));
-                }
-            }
-            true
-        })
-    }
-
-    /// Returns which regions are registered, and why others are not.
-    pub fn outcome(&self) -> Outcome {
-        self.handle.buffers(|buffers, _| buffers.outcome(&self.regions))
-    }
-}
-
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.set(&GuestMemory::default());
-        while self.step() {}
-    }
+pub(crate) struct Partial {
+    pub region: Arc<Region>,
+    pub buffers: Vec<RegisteredBuffer>,
 }
 
 impl Partial {
-    fn new(region: Arc<Region>) -> Self {
+    pub fn new(region: Arc<Region>) -> Self {
         Partial { region, buffers: Vec::new() }
     }
-}
-
-fn has(regions: &[Arc<Region>], region: &Arc<Region>) -> bool {
-    regions.iter().any(|r| Arc::ptr_eq(r, region))
 }
 
 /// Why a region is not registered.
@@ -229,13 +131,13 @@ impl Display for Outcome {
 }
 
 /// A registered buffer: its addresses in this process, and its entry in the table.
-struct RegisteredBuffer {
+pub(crate) struct RegisteredBuffer {
     start: usize,
     end: usize,
     entry: u16,
 }
 
-/// A region that at least one [`Registration`] holds.
+/// A region that at least one registration holds.
 struct Member {
     region: Arc<Region>,
     users: usize,
@@ -347,13 +249,13 @@ impl Buffers {
 
     /// Adds a user to a region that is registered, or was refused. Returns false if the region is
     /// neither.
-    fn join(&mut self, region: &Arc<Region>) -> bool {
+    pub fn join(&mut self, region: &Arc<Region>) -> bool {
         let member = self.members.iter_mut().find(|m| Arc::ptr_eq(&m.region, region));
         member.map(|member| member.users += 1).is_some()
     }
 
     /// Removes a user of a region.
-    fn leave(&mut self, region: &Arc<Region>) {
+    pub fn leave(&mut self, region: &Arc<Region>) {
         let Some(at) = self.members.iter().position(|m| Arc::ptr_eq(&m.region, region)) else {
             return;
         };
@@ -370,7 +272,7 @@ impl Buffers {
     }
 
     /// Registers the next buffer of a region. Returns true after the last one.
-    fn advance(
+    pub fn advance(
         &mut self,
         submitter: &Submitter<'_>,
         partial: &mut Partial,
@@ -386,7 +288,7 @@ impl Buffers {
     }
 
     /// Makes a region a member: operations find its buffers, or it was refused.
-    fn settle(&mut self, partial: Partial, registered: Result<(), Refusal>) {
+    pub fn settle(&mut self, partial: Partial, registered: Result<(), Refusal>) {
         let Partial { region, buffers } = partial;
         if registered.is_ok() {
             let at = self.found.partition_point(|s| s.start < region.span().start);
@@ -398,7 +300,7 @@ impl Buffers {
     }
 
     /// Lets buffers be cleared that no operation could find.
-    fn abandon(&mut self, buffers: Vec<RegisteredBuffer>) {
+    pub fn abandon(&mut self, buffers: Vec<RegisteredBuffer>) {
         self.leaving.extend(buffers.into_iter().map(|buffer| buffer.entry));
     }
 
@@ -447,7 +349,7 @@ impl Buffers {
         }
     }
 
-    fn outcome(&self, regions: &[Arc<Region>]) -> Outcome {
+    pub fn outcome(&self, regions: &[Arc<Region>]) -> Outcome {
         let vectored = matches!(self.table, Table::Ready { vectored: true, .. });
         let mut outcome = Outcome { regions: 0, bytes: 0, vectored, plain: 0, refused: None };
         for member in

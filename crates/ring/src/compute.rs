@@ -11,8 +11,8 @@
 
 use std::cell::Cell;
 use std::io;
+use std::task::Waker;
 
-use crate::executor::Handle;
 use crate::workers::Workers;
 
 /// Number of bytes that computations of one iteration may produce on the reactor itself.
@@ -49,21 +49,20 @@ impl Computations {
         }
         admits
     }
-}
 
-impl Handle {
-    /// Runs `f`, which produces `bytes` by computation, here or on a thread.
-    pub async fn compute<T: Send + 'static>(
+    /// Runs `f`, which produces `bytes` by computation, here or on a thread. `waker` returns the
+    /// waker of the task that awaits the result, for any thread.
+    pub async fn run<T: Send + 'static>(
         &self,
+        iteration: u64,
         bytes: usize,
+        waker: impl FnOnce() -> Option<Waker>,
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
-        let computations = self.computations();
-        if computations.admits(self.iteration(), bytes) {
+        if self.admits(iteration, bytes) {
             return Ok(f());
         }
-        let workers = computations.workers.clone();
-        workers.call_or_run(self, f).await
+        self.workers.call_or_run(waker(), f).await
     }
 }
 
@@ -74,7 +73,7 @@ mod tests {
     use std::thread::{ThreadId, current};
 
     use super::*;
-    use crate::Executor;
+    use crate::{Executor, Handle};
 
     fn run(work: impl AsyncFnOnce(Handle) + 'static) {
         let executor = Executor::new().unwrap();

@@ -18,7 +18,7 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, VecDeque};
 use std::future::Future;
 use std::io;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::AsRawFd;
 use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
@@ -28,16 +28,13 @@ use std::time::{Duration, Instant};
 
 use crate::buffers::Buffers;
 use crate::compute::Computations;
-use crate::file::FileSlot;
+use crate::file_slot::FileTable;
 use crate::inbox::{Inbox, Job, SLOTS};
 use crate::locals::Locals;
 use crate::meter::Meter;
-use crate::operation::Operation;
 use crate::pulse::{Label, Pulse};
-use crate::remote::Remote;
 use crate::segments::Segments;
 use crate::uring::{Action, TaskId, Uring};
-use crate::wake::Watch;
 use crate::workers::{LONG, Workers};
 
 mod time;
@@ -63,7 +60,7 @@ struct Task {
 }
 
 struct Inner {
-    uring: RefCell<Uring>,
+    uring: RefCell<Uring<Handle>>,
     tasks: RefCell<Vec<Task>>,
     free: RefCell<Vec<TaskId>>,
     ready: RefCell<VecDeque<TaskId>>,
@@ -75,7 +72,7 @@ struct Inner {
     /// The simulated time. None: the executor uses the real clock.
     simulated: Option<Cell<Instant>>,
     iteration: Cell<u64>,
-    inbox: Arc<Inbox>,
+    inbox: Arc<Inbox<Handle>>,
     remote_rung: Cell<bool>,
     stop: Cell<bool>,
     pulse: Arc<Pulse>,
@@ -149,11 +146,6 @@ impl Executor {
         &self.handle
     }
 
-    /// Returns a handle for other threads.
-    pub fn remote(&self) -> Remote {
-        self.handle.remote()
-    }
-
     /// Runs until [`Handle::stop`].
     pub fn run(&self) -> io::Result<()> {
         let inner = &*self.handle.0;
@@ -205,7 +197,7 @@ impl Executor {
         }
     }
 
-    fn do_job(&self, job: Job) {
+    fn do_job(&self, job: Job<Handle>) {
         match job {
             Job::Call(f) => f(&self.handle),
             Job::Wake(task) => self.handle.0.woken_from_outside(task),
@@ -411,9 +403,9 @@ impl Handle {
         self.1.as_deref()
     }
 
-    /// Returns a handle to this executor for other threads.
-    pub fn remote(&self) -> Remote {
-        Remote { inbox: self.0.inbox.clone() }
+    /// Returns the queue through which other threads reach this executor.
+    pub(crate) fn inbox(&self) -> &Arc<Inbox<Handle>> {
+        &self.0.inbox
     }
 
     /// Starts a task. The next iteration polls it first.
@@ -479,22 +471,23 @@ impl Handle {
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
         let workers = self.0.workers.clone();
-        workers.call_past(self, LONG, f).await
+        workers.call_past(self.current_waker(), LONG, |time| self.sleep(time), f).await
     }
 
-    pub(crate) fn computations(&self) -> &Computations {
-        &self.0.computations
+    /// Runs `f`, which produces `bytes` by computation, here or on a thread; see `Computations`.
+    pub async fn compute<T: Send + 'static>(
+        &self,
+        bytes: usize,
+        f: impl FnOnce() -> T + Send + 'static,
+    ) -> io::Result<T> {
+        let computations = &self.0.computations;
+        computations.run(self.iteration(), bytes, || self.current_waker(), f).await
     }
 
     /// Returns a waker of the current task that any thread may use.
     pub(crate) fn current_waker(&self) -> Option<Waker> {
         let tasks = self.0.tasks.borrow();
         tasks.get(self.current() as usize).map(|task| Waker::from(task.from_outside.clone()))
-    }
-
-    /// Watches an eventfd, pipe or socket; see [`Watch`].
-    pub fn watch(&self, fd: OwnedFd) -> Watch {
-        Watch::new(self, fd)
     }
 
     pub(crate) fn buffers<T>(
@@ -506,17 +499,6 @@ impl Handle {
         f(buffers, &submitter)
     }
 
-    pub(crate) fn operation(
-        &self,
-        action: Action,
-        segments: Segments,
-        file: Rc<FileSlot>,
-    ) -> Operation {
-        let key =
-            self.0.uring.borrow_mut().start(self.0.current.get(), action, segments, Some(file));
-        Operation { handle: self.clone(), key: Some(key) }
-    }
-
     /// Returns the number of the task that is being polled.
     #[inline]
     pub(crate) fn current(&self) -> TaskId {
@@ -524,36 +506,39 @@ impl Handle {
     }
 
     #[inline]
-    pub(crate) fn uring(&self) -> RefMut<'_, Uring> {
+    pub(crate) fn uring(&self) -> RefMut<'_, Uring<Handle>> {
         self.0.uring.borrow_mut()
     }
 
+    /// Returns the number of files that are open for writing on this ring.
     pub(crate) fn files(&self) -> u32 {
         self.0.files.get()
     }
+}
 
-    pub(crate) fn count_files(&self, by: i32) {
-        self.0.files.set(self.0.files.get().wrapping_add_signed(by));
-    }
-
-    pub(crate) fn register_file(&self, fd: i32) -> Option<u32> {
+impl FileTable for Handle {
+    fn register_file(&self, fd: i32) -> Option<u32> {
         self.0.uring.borrow_mut().register_file(fd)
     }
 
-    /// Unregisters a file. The ring may be borrowed, because an operation has dropped the last
-    /// reference to its file. Then the next iteration unregisters it.
-    pub(crate) fn unregister_file(&self, index: u32) {
+    /// The ring may be borrowed, because an operation has dropped the last reference to its file.
+    /// Then the next iteration unregisters it.
+    fn unregister_file(&self, index: u32) {
         match self.0.uring.try_borrow_mut() {
             Ok(mut uring) => uring.unregister_file(index),
             Err(_) => self.0.left_files.borrow_mut().push(index),
         }
+    }
+
+    fn count_files(&self, by: i32) {
+        self.0.files.set(self.0.files.get().wrapping_add_signed(by));
     }
 }
 
 /// Wakes a task from any thread: directly from its executor's own thread, else through the inbox.
 struct TaskWaker {
     id: TaskId,
-    inbox: Arc<Inbox>,
+    inbox: Arc<Inbox<Handle>>,
     /// Set from a wake-up until the executor has seen it; see [`Inbox::wake`].
     mark: AtomicBool,
 }

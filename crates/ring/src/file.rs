@@ -15,7 +15,7 @@ mod inline;
 use std::cell::Cell;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -26,6 +26,7 @@ use self::dirty::CachedWrites;
 pub use self::dirty::write_back_rate;
 use crate::block_device;
 use crate::executor::Handle;
+use crate::file_slot::FileSlot;
 use crate::host;
 use crate::meter::Meter;
 use crate::operation::Operation;
@@ -68,9 +69,6 @@ impl Drop for LockedFile {
     }
 }
 
-/// A file descriptor that a ring reads and writes.
-pub(crate) type Descriptor = Arc<dyn AsFd + Send + Sync>;
-
 /// Maximum number of bytes that the kernel may copy from or to the page cache on submission. That
 /// takes up to about 200 us.
 const LONGEST_ON_SUBMISSION: usize = 1 << 20;
@@ -79,87 +77,10 @@ const LONGEST_ON_SUBMISSION: usize = 1 << 20;
 /// the memory of a hole with zeroes at once, and pins the memory of a transfer at once.
 const LONGEST_DIRECT: usize = 4 << 20;
 
-/// A file's descriptor on one ring. Operations in flight keep it alive.
-pub(crate) struct FileSlot {
-    fd: Descriptor,
-    /// Number of `fd`, cached so that operations need no dynamic call.
-    raw: i32,
-    registered: Option<u32>,
-    handle: Handle,
-    /// Whether the file is counted as open for writing.
-    counted: bool,
-    /// Number of bytes above which a kernel worker must make a transfer.
-    longest: usize,
-    /// Whether a kernel worker must make all transfers.
-    leaves_all: Cell<bool>,
-}
-
-impl FileSlot {
-    /// Creates a slot for a file that is not counted as open for writing: a socket, a character
-    /// device.
-    pub fn uncounted(handle: &Handle, fd: Descriptor) -> Self {
-        let raw = fd.as_fd().as_raw_fd();
-        FileSlot {
-            registered: handle.register_file(raw),
-            fd,
-            raw,
-            handle: handle.clone(),
-            counted: false,
-            longest: usize::MAX,
-            leaves_all: Cell::new(false),
-        }
-    }
-
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-
-    pub fn descriptor(&self) -> &Descriptor {
-        &self.fd
-    }
-
-    pub fn handle(&self) -> &Handle {
-        &self.handle
-    }
-
-    pub fn raw(&self) -> i32 {
-        self.raw
-    }
-
-    pub fn registered(&self) -> Option<u32> {
-        self.registered
-    }
-
-    /// Returns whether a kernel worker must transfer `bytes` bytes. On submission the kernel would
-    /// copy them from or to the page cache, or zero the memory of a hole, on this thread, and the
-    /// reactor's other queues would wait.
-    #[inline]
-    pub fn leaves_to_worker(&self, bytes: usize) -> bool {
-        bytes > self.longest || self.leaves_all.get()
-    }
-
-    /// Sets whether a kernel worker must make all transfers.
-    #[inline]
-    pub fn leave_all_to_worker(&self, leaves: bool) {
-        self.leaves_all.set(leaves);
-    }
-}
-
-impl Drop for FileSlot {
-    fn drop(&mut self) {
-        if self.counted {
-            self.handle.count_files(-1);
-        }
-        if let Some(index) = self.registered {
-            self.handle.unregister_file(index);
-        }
-    }
-}
-
 /// A file or block device on one executor's io_uring.
 #[derive(Clone)]
 pub struct UringFile {
-    slot: Rc<FileSlot>,
+    slot: Rc<FileSlot<Handle>>,
     block_device: bool,
     blocking: Rc<Blocking>,
     inline: Rc<InlineWrites>,
@@ -202,13 +123,9 @@ impl UringFile {
         let change_time = Rc::new(change_time::policy(fd.as_fd(), counters.clone())?);
         let flags = rustix::fs::fcntl_getfl(&fd)?;
         let counted = flags & rustix::fs::OFlags::RWMODE != rustix::fs::OFlags::RDONLY;
-        if counted {
-            handle.count_files(1);
-        }
-        let mut slot = FileSlot::uncounted(handle, fd);
-        slot.counted = counted;
         let is_cached = !flags.contains(rustix::fs::OFlags::DIRECT);
-        slot.longest = if is_cached { LONGEST_ON_SUBMISSION } else { LONGEST_DIRECT };
+        let longest = if is_cached { LONGEST_ON_SUBMISSION } else { LONGEST_DIRECT };
+        let slot = FileSlot::new(handle, fd, counted, longest);
         let cached = if is_cached { CachedWrites::new(slot.fd(), counters) } else { None };
         Ok(UringFile {
             slot: Rc::new(slot),
@@ -229,12 +146,12 @@ impl UringFile {
     #[inline]
     fn operation(&self, action: Action, segments: Segments) -> Operation {
         self.count(segments.len());
-        self.slot.handle.operation(action, segments, self.slot.clone())
+        self.slot.handle().operation(action, segments, self.slot.clone())
     }
 
     #[inline]
     fn count(&self, bytes: usize) {
-        if let Some(meter) = self.slot.handle.meter() {
+        if let Some(meter) = self.slot.handle().meter() {
             meter.count(bytes);
         }
     }
@@ -250,14 +167,14 @@ impl UringFile {
         rw_flags: i32,
     ) -> (i32, Segments) {
         self.count(segments.len());
-        let (fd, alone) = (self.slot.fd(), || self.slot.handle.files() == 1);
+        let (fd, alone) = (self.slot.fd(), || self.slot.handle().files() == 1);
         let mut attempt = change_time::first(&self.change_time, fd, alone());
         loop {
             let _held = self.change_time.may_hold(attempt);
             let action = Action::Write { offset, rw_flags: rw_flags | attempt.flags() };
             let result;
             (result, segments) =
-                self.slot.handle.operation(action, segments, self.slot.clone()).await;
+                self.slot.handle().operation(action, segments, self.slot.clone()).await;
             match change_time::next(&self.change_time, fd, attempt, result, alone()) {
                 Some(again) => attempt = again,
                 None => return (result, segments),
@@ -335,18 +252,18 @@ impl UringFile {
     ) -> (Segments, io::Result<usize>) {
         let want = segments.len();
         if let Some(wait) = self.cached.as_ref().and_then(|cached| cached.wait(want)) {
-            self.slot.handle.sleep(wait).await;
+            self.slot.handle().sleep(wait).await;
         }
         if !durable
             && self.inline.suits(want)
             && segments.request().is_none()
-            && self.slot.handle.files() == 1
+            && self.slot.handle().files() == 1
             && let Some(n) = inline::write(&self.inline, self.slot.fd(), &segments, offset)
             && n == want
         {
             self.count(n);
             if self.inline.must_yield() {
-                self.slot.handle.yield_now().await;
+                self.slot.handle().yield_now().await;
             }
             return (segments, Ok(n));
         }
@@ -412,14 +329,14 @@ impl UringFile {
 
     /// Sets the size of the file in bytes.
     pub async fn set_len(&self, len: u64) -> io::Result<()> {
-        let fd = self.slot.fd.clone();
+        let fd = self.slot.descriptor().clone();
         let call = move || rustix::fs::ftruncate(&fd, len).map_err(io::Error::from);
-        self.blocking.workers.call(&self.slot.handle, call).await?
+        self.blocking.workers.call(self.slot.handle().current_waker(), call).await?
     }
 
     /// Returns the size in bytes.
     pub async fn len(&self) -> io::Result<u64> {
-        host::file_size(&self.slot.fd)
+        host::file_size(self.slot.descriptor())
     }
 
     /// Returns the next range with data from `offset` on, or `None` if only holes follow.
@@ -427,18 +344,19 @@ impl UringFile {
     /// The kernel may hold the call up: it waits while extents of the file change, or for storage.
     /// A disk that is served has a meter. Its calls run on a thread, so that other disks go on.
     pub async fn next_data(&self, offset: u64) -> io::Result<Option<Range<u64>>> {
-        let handle = &self.slot.handle;
+        let handle = self.slot.handle();
         if handle.meter().is_none() {
-            return next_data(&self.slot.fd, offset);
+            return next_data(self.slot.fd(), offset);
         }
         let _permit = self.blocking.extents.acquire().await;
-        let fd = self.slot.fd.clone();
-        self.blocking.workers.call_or_run(handle, move || next_data(&fd, offset)).await?
+        let fd = self.slot.descriptor().clone();
+        let call = move || next_data(&fd, offset);
+        self.blocking.workers.call_or_run(handle.current_waker(), call).await?
     }
 
     /// Returns the allocated bytes; `None` for a block device.
     pub fn allocated(&self) -> io::Result<Option<u64>> {
-        let blocks = rustix::fs::fstat(&self.slot.fd)?.st_blocks;
+        let blocks = rustix::fs::fstat(self.slot.fd())?.st_blocks;
         Ok((!self.block_device).then_some(blocks as u64 * 512))
     }
 }
@@ -461,9 +379,9 @@ impl UringFile {
         } else {
             self.count(0);
         }
-        let fd = self.slot.fd.clone();
+        let fd = self.slot.descriptor().clone();
         let call = move || block_device::discard(&fd, offset, len);
-        let done = self.blocking.workers.call(&self.slot.handle, call).await?;
+        let done = self.blocking.workers.call(self.slot.handle().current_waker(), call).await?;
         self.blocking.discard_by_ioctl.set(self.blocking.discard_by_ioctl.get() || done.is_ok());
         done
     }
@@ -495,7 +413,7 @@ impl UringFile {
                 Ok(0) if is_read => break,
                 Ok(0) => return (segments, Err(io::ErrorKind::WriteZero.into())),
                 Ok(n) => done += n,
-                Err(e) if retry(&e) => self.slot.handle.yield_now().await,
+                Err(e) if retry(&e) => self.slot.handle().yield_now().await,
                 Err(e) => return (segments, Err(e)),
             }
         }

@@ -20,21 +20,24 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crossbeam_queue::ArrayQueue;
 
-use crate::executor::Handle;
 use crate::uring::TaskId;
 
 /// Number of slots of the ring.
 pub(crate) const SLOTS: usize = 1024;
 
-pub(crate) enum Job {
-    Call(Box<dyn FnOnce(&Handle) + Send>),
+/// A call on the executor's thread. It gets the handle `H` of the executor.
+pub(crate) type Call<H> = Box<dyn FnOnce(&H) + Send>;
+
+pub(crate) enum Job<H> {
+    Call(Call<H>),
     Wake(TaskId),
 }
 
-pub(crate) struct Inbox {
-    ring: ArrayQueue<Job>,
+/// The queue of one executor. `H`: handle of the executor.
+pub(crate) struct Inbox<H> {
+    ring: ArrayQueue<Job<H>>,
     /// Calls that did not fit into the ring, and their number.
-    kept: Mutex<Vec<Job>>,
+    kept: Mutex<Vec<Job<H>>>,
     kept_len: AtomicUsize,
     /// Whether a wake-up did not fit into the ring. Only the mark on its waker records such a
     /// wake-up.
@@ -46,7 +49,7 @@ pub(crate) struct Inbox {
     pub event: OwnedFd,
 }
 
-impl Inbox {
+impl<H> Inbox<H> {
     pub fn new() -> io::Result<Self> {
         Self::with_slots(SLOTS)
     }
@@ -80,7 +83,7 @@ impl Inbox {
 
     /// Submits a call. If the executor has ended, drops it: a caller that waits for the reply then
     /// receives an error.
-    pub fn call(&self, call: Box<dyn FnOnce(&Handle) + Send>) {
+    pub fn call(&self, call: Call<H>) {
         if self.closed.load(SeqCst) {
             return;
         }
@@ -99,7 +102,7 @@ impl Inbox {
         self.notify();
     }
 
-    fn kept(&self) -> MutexGuard<'_, Vec<Job>> {
+    fn kept(&self) -> MutexGuard<'_, Vec<Job<H>>> {
         self.kept.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -130,13 +133,13 @@ impl Inbox {
     }
 
     /// Returns the next job of the ring.
-    pub fn pop(&self) -> Option<Job> {
+    pub fn pop(&self) -> Option<Job<H>> {
         self.ring.pop()
     }
 
     /// Takes all jobs: first those in the ring, then the calls in the overflow list. Takes none if
     /// the list is empty.
-    pub fn take_kept(&self) -> Vec<Job> {
+    pub fn take_kept(&self) -> Vec<Job<H>> {
         if self.kept_len.load(SeqCst) == 0 {
             return Vec::new();
         }

@@ -6,11 +6,13 @@
 //!   wake       watched descriptors, signals             join      several operations in one task
 //!   enter      the system call that submits and waits
 //!   file       files and block devices over io_uring    policy    which writes bypass io_uring
+//!   file_slot  a file's descriptor on one ring
 //!   socket     connected sockets over io_uring          ublk      ublk devices: control, queues
 //!   rights     descriptors received over Unix sockets (SCM_RIGHTS)
 //!   parcel     bytes and descriptors for the next server
 //!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
-//!   buffers    guest memory registered with io_uring    fault     SIGBUS in shared memory
+//!   buffers    a ring's table of registered memory      fault     SIGBUS in shared memory
+//!   registration  the guest memory of a front end in this table
 //!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
 //!   mapping    memory of other processes, unmapped by a thread if it is large
 //!   memory_file  what such a file is stored in      silence   workers that complete nothing
@@ -55,6 +57,7 @@ mod enter;
 pub mod executor;
 mod fault;
 pub mod file;
+mod file_slot;
 pub mod holder;
 pub mod holders;
 pub mod host;
@@ -78,6 +81,7 @@ pub mod pool;
 pub mod probe;
 mod pulse;
 mod quota;
+mod registration;
 pub mod remote;
 pub mod resident;
 pub mod rights;
@@ -99,7 +103,7 @@ mod words;
 mod workers;
 pub mod xen;
 
-pub use buffers::{Outcome, Refusal, Registration};
+pub use buffers::{Outcome, Refusal};
 pub use clock::Clock;
 pub use compute::THREADS as COMPUTING_THREADS;
 pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
@@ -115,6 +119,7 @@ pub use policy::slow_calls::{CallMode, SlowCallCounters, SlowCallFigures, SlowCa
 pub use policy::{Latest, WriteFigures, later};
 pub use pulse::{Pulse, Watcher};
 pub use quota::{Exceeded, MEMORY_SLOTS};
+pub use registration::Registration;
 pub use remote::{NoReply, PendingReply, Remote, Reply};
 pub use segments::{AlignedBuf, Lent, Loan, Segments};
 pub use socket::{MOST_PIECES, Socket, is_canceled, write_rest};

@@ -2,16 +2,32 @@
 
 use std::future::Future;
 use std::pin::Pin;
+use std::rc::Rc;
 use std::task::{Context, Poll};
 
 use crate::executor::Handle;
+use crate::file_slot::FileSlot;
 use crate::segments::Segments;
+use crate::uring::Action;
 
 /// An operation in the kernel. If it is dropped early, its memory stays with the ring until its
 /// completion.
 pub(crate) struct Operation {
-    pub handle: Handle,
-    pub key: Option<u32>,
+    handle: Handle,
+    key: Option<u32>,
+}
+
+impl Handle {
+    /// Starts an operation on a file for the current task.
+    pub(crate) fn operation(
+        &self,
+        action: Action,
+        segments: Segments,
+        file: Rc<FileSlot<Handle>>,
+    ) -> Operation {
+        let key = self.uring().start(self.current(), action, segments, Some(file));
+        Operation { handle: self.clone(), key: Some(key) }
+    }
 }
 
 impl Future for Operation {

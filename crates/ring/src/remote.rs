@@ -7,13 +7,27 @@ use std::fmt;
 use std::sync::{Arc, mpsc};
 use std::time::Instant;
 
-use crate::executor::Handle;
+use crate::executor::{Executor, Handle};
 use crate::inbox::Inbox;
 
 /// A handle to an executor that any thread may use.
 #[derive(Clone)]
 pub struct Remote {
-    pub(crate) inbox: Arc<Inbox>,
+    inbox: Arc<Inbox<Handle>>,
+}
+
+impl Executor {
+    /// Returns a handle for other threads.
+    pub fn remote(&self) -> Remote {
+        self.handle().remote()
+    }
+}
+
+impl Handle {
+    /// Returns a handle to this executor for other threads.
+    pub fn remote(&self) -> Remote {
+        Remote { inbox: self.inbox().clone() }
+    }
 }
 
 impl fmt::Debug for Remote {

@@ -18,7 +18,7 @@ use std::time::Duration;
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, RecvFlags, sockopt};
 
-use crate::file::Descriptor;
+use crate::file_slot::Descriptor;
 use crate::pool::Pool;
 use crate::segments::Segments;
 

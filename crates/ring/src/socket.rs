@@ -18,7 +18,8 @@ use rustix::net::{RecvFlags, Shutdown};
 
 use crate::clock::Clock;
 use crate::executor::Handle;
-use crate::file::{FileSlot, completion_result};
+use crate::file::completion_result;
+use crate::file_slot::FileSlot;
 use crate::policy::slow_calls::{CallMode, SlowCallCounters, SlowCalls};
 use crate::rights;
 use crate::segments::Segments;
@@ -41,7 +42,7 @@ type Transfer = io::Result<Option<usize>>;
 pub struct Socket(Rc<Connected>);
 
 struct Connected {
-    slot: Rc<FileSlot>,
+    slot: Rc<FileSlot<Handle>>,
     /// Whether the connection outlives this value ([`Socket::leave_open`]).
     kept: Cell<bool>,
     /// Whether descriptors may arrive with the socket's bytes (see `rights`).

@@ -30,7 +30,7 @@ use io_uring::{IoUring, Submitter, cqueue, opcode, squeue};
 
 use crate::buffers::{self, Buffers};
 use crate::enter::Entrance;
-use crate::file::FileSlot;
+use crate::file_slot::{FileSlot, FileTable};
 use crate::sandbox;
 use crate::segments::Segments;
 use crate::silence::Silence;
@@ -62,7 +62,7 @@ enum State {
     Orphan,
 }
 
-struct Slot {
+struct Slot<T: FileTable> {
     state: State,
     /// Whether the operation is multishot: it continues until a CQE without F_MORE.
     multi: bool,
@@ -73,7 +73,7 @@ struct Slot {
     task: TaskId,
     result: i32,
     segments: Segments,
-    file: Option<Rc<FileSlot>>,
+    file: Option<Rc<FileSlot<T>>>,
     /// The registered buffer that contains the segments, or [`buffers::NONE`].
     buffer: u16,
 }
@@ -108,11 +108,12 @@ pub(crate) enum Action {
     Ublk(Command),
 }
 
-pub(crate) struct Uring {
+/// A ring, and the operations on it. `T`: the executor that uses the files of the operations.
+pub(crate) struct Uring<T: FileTable> {
     /// Before `ring`, because fields are dropped in this order.
     entrance: Entrance,
     ring: IoUring,
-    slots: Vec<Slot>,
+    slots: Vec<Slot<T>>,
     free: Vec<u32>,
     free_files: Vec<u32>,
     buffers: Buffers,
@@ -139,7 +140,7 @@ fn own_cpus() -> libc::cpu_set_t {
     set
 }
 
-impl Uring {
+impl<T: FileTable> Uring<T> {
     pub fn new() -> io::Result<Self> {
         let restricted = sandbox::is_on();
         let (ring, setup) = Setup::newest(Setup::build)?;
@@ -209,7 +210,7 @@ impl Uring {
         task: TaskId,
         action: Action,
         segments: Segments,
-        file: Option<Rc<FileSlot>>,
+        file: Option<Rc<FileSlot<T>>>,
     ) -> u32 {
         let multi = matches!(action, Action::Poll { .. });
         let fixed = file.as_ref().and_then(|f| f.registered());
@@ -316,8 +317,8 @@ impl Uring {
 
     /// Asks the kernel to end the operations in flight on a file. They complete as usual, with
     /// ECANCELED if they have done nothing.
-    pub fn cancel(&mut self, file: &Rc<FileSlot>) {
-        let uses = |slot: &Slot| {
+    pub fn cancel(&mut self, file: &Rc<FileSlot<T>>) {
+        let uses = |slot: &Slot<T>| {
             slot.state == State::Pending
                 && slot.file.as_ref().is_some_and(|of| Rc::ptr_eq(of, file))
         };
@@ -414,7 +415,7 @@ impl Uring {
 }
 
 #[cfg(test)]
-impl Uring {
+impl<T: FileTable> Uring<T> {
     /// Returns the number of operations that the kernel's workers have.
     pub fn for_workers(&self) -> usize {
         self.slots
@@ -431,7 +432,7 @@ impl Uring {
     }
 }
 
-impl Drop for Uring {
+impl<T: FileTable> Drop for Uring<T> {
     fn drop(&mut self) {
         if self.in_flight > 0 {
             // Rule 5: the kernel may still write to this memory, so it is leaked.

@@ -19,11 +19,14 @@ pub struct Watch {
     key: Option<u32>,
 }
 
-impl Watch {
-    pub(crate) fn new(handle: &Handle, fd: OwnedFd) -> Self {
-        Watch { handle: handle.clone(), fd, key: None }
+impl Handle {
+    /// Watches an eventfd, pipe or socket; see [`Watch`].
+    pub fn watch(&self, fd: OwnedFd) -> Watch {
+        Watch { handle: self.clone(), fd, key: None }
     }
+}
 
+impl Watch {
     /// Lets each signal from here on wake the current task. Spurious wake-ups are possible.
     pub fn arm(&mut self) {
         let task = self.handle.current();

@@ -17,7 +17,6 @@ use std::sync::mpsc::{Receiver, TryRecvError, sync_channel};
 use std::task::{Poll, Waker};
 use std::time::Duration;
 
-use crate::executor::Handle;
 use crate::pool::{Pool, Task};
 
 /// Threads of one file on one executor.
@@ -46,28 +45,30 @@ impl Workers {
         Workers(Arc::new(Pool::new("blocking", most, LINGER)))
     }
 
-    /// Runs `f` on one of the threads.
+    /// Runs `f` on one of the threads. `waker`: that of the task that awaits the result, for any
+    /// thread.
     pub async fn call<T: Send + 'static>(
         &self,
-        handle: &Handle,
+        waker: Option<Waker>,
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
-        let (task, result) = prepare(handle, f);
+        let (task, result) = prepare(waker, f);
         self.0.run(task).map_err(|refused| refused.error)?;
         result.wait().await
     }
 
     /// Like [`Workers::call`], but waits for no call that has run for `long`: a thread more begins
-    /// then.
+    /// then. `sleep` waits for a time.
     pub async fn call_past<T: Send + 'static>(
         &self,
-        handle: &Handle,
+        waker: Option<Waker>,
         long: Duration,
+        sleep: impl AsyncFn(Duration),
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
-        let mut call = pin!(self.call(handle, f));
+        let mut call = pin!(self.call(waker, f));
         loop {
-            let mut pause = pin!(handle.sleep(long));
+            let mut pause = pin!(sleep(long));
             let result = poll_fn(|cx| match (call.as_mut().poll(cx), pause.as_mut().poll(cx)) {
                 (Poll::Ready(result), _) => Poll::Ready(Some(result)),
                 (Poll::Pending, Poll::Ready(())) => Poll::Ready(None),
@@ -83,10 +84,10 @@ impl Workers {
     /// Like [`Workers::call`]. If the kernel refuses to start a thread, the caller runs `f` itself.
     pub async fn call_or_run<T: Send + 'static>(
         &self,
-        handle: &Handle,
+        waker: Option<Waker>,
         f: impl FnOnce() -> T + Send + 'static,
     ) -> io::Result<T> {
-        let (task, result) = prepare(handle, f);
+        let (task, result) = prepare(waker, f);
         if let Err(refused) = self.0.run(task) {
             (refused.task)(&());
         }
@@ -125,13 +126,13 @@ impl Drop for Wakes {
 }
 
 fn prepare<T: Send + 'static>(
-    handle: &Handle,
+    waker: Option<Waker>,
     f: impl FnOnce() -> T + Send + 'static,
 ) -> (Task<()>, Outcome<T>) {
     let (sender, receiver) = sync_channel(1);
     let wanted = Arc::new(());
     let alive = Arc::downgrade(&wanted);
-    let wakes = Wakes(handle.current_waker());
+    let wakes = Wakes(waker);
     let task = move |(): &()| {
         // Dropped after the sender, so that the woken task finds the result or the disconnection.
         let _wakes = wakes;
@@ -149,7 +150,7 @@ mod tests {
     use std::sync::{Mutex, mpsc};
 
     use super::*;
-    use crate::Executor;
+    use crate::{Executor, Handle};
 
     fn run(work: impl AsyncFnOnce(Handle) + 'static) {
         let executor = Executor::new().unwrap();
@@ -166,24 +167,25 @@ mod tests {
             let blocked: Vec<_> = (0..MOST)
                 .map(|_| {
                     let gate = gate.clone();
-                    let mut call = Box::pin(
-                        workers.call(&handle, move || gate.lock().unwrap().recv().unwrap()),
-                    );
+                    let mut call = Box::pin(workers.call(handle.current_waker(), move || {
+                        gate.lock().unwrap().recv().unwrap()
+                    }));
                     (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
                     call
                 })
                 .collect();
             let begun = Arc::new(AtomicUsize::new(0));
             let note = begun.clone();
-            let mut dropped =
-                Box::pin(workers.call(&handle, move || note.fetch_add(1, Ordering::Relaxed)));
+            let mut dropped = Box::pin(
+                workers.call(handle.current_waker(), move || note.fetch_add(1, Ordering::Relaxed)),
+            );
             (std::task::Context::from_waker(std::task::Waker::noop()), &mut dropped).poll();
             drop(dropped);
             (0..MOST).for_each(|_| open.send(()).unwrap());
             for call in blocked {
                 call.await.unwrap();
             }
-            workers.call(&handle, || ()).await.unwrap();
+            workers.call(handle.current_waker(), || ()).await.unwrap();
             assert_eq!(begun.load(Ordering::Relaxed), 0);
         });
     }
@@ -192,19 +194,21 @@ mod tests {
     fn calls_that_hang_keep_no_other_call_waiting() {
         run(async |handle| {
             let (workers, long) = (Workers::of(2), Duration::from_millis(1));
+            let sleep = |time| handle.sleep(time);
             let (open, gate) = mpsc::channel::<()>();
             let gate = Arc::new(Mutex::new(gate));
             let hung: Vec<_> = (0..3)
                 .map(|_| {
-                    let gate = gate.clone();
-                    let mut call = Box::pin(workers.call_past(&handle, long, move || {
+                    let (gate, waker) = (gate.clone(), handle.current_waker());
+                    let mut call = Box::pin(workers.call_past(waker, long, sleep, move || {
                         let _ = gate.lock().unwrap().recv();
                     }));
                     (std::task::Context::from_waker(std::task::Waker::noop()), &mut call).poll();
                     call
                 })
                 .collect();
-            assert_eq!(workers.call_past(&handle, long, || 7).await.unwrap(), 7);
+            let waker = handle.current_waker();
+            assert_eq!(workers.call_past(waker, long, sleep, || 7).await.unwrap(), 7);
             drop(open);
             for call in hung {
                 call.await.unwrap();
@@ -228,13 +232,16 @@ mod tests {
         run(async |handle| {
             let workers = Workers::default();
             for _ in 0..2 * MOST {
-                let error = workers.call(&handle, || panic!("on purpose")).await.unwrap_err();
+                let error = workers
+                    .call(handle.current_waker(), || panic!("on purpose"))
+                    .await
+                    .unwrap_err();
                 assert_eq!(error.to_string(), "the worker thread panicked");
             }
             let error = handle.blocking(|| panic!("on purpose")).await.unwrap_err();
             assert_eq!(error.to_string(), "the worker thread panicked");
             assert_eq!(
-                workers.call(&handle, || 7).await.unwrap(),
+                workers.call(handle.current_waker(), || 7).await.unwrap(),
                 7,
                 "the thread survives the panic"
             );

@@ -8,9 +8,11 @@ use std::rc::Rc;
 use std::task::Poll;
 
 use super::*;
-use crate::executor::Executor;
+use crate::executor::{Executor, Handle};
 use crate::file::UringFile;
+use crate::memory::GuestMemory;
 use crate::own_process;
+use crate::registration::Registration;
 use crate::segments::Segments;
 
 const PAGE: u64 = 4096;

@@ -466,7 +466,7 @@ fn a_file_is_closed_when_the_operation_that_has_it_ends() {
     let (ours, mut theirs) = std::os::unix::net::UnixStream::pair().unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
-    let slot = Rc::new(crate::file::FileSlot::uncounted(&handle, Arc::new(ours)));
+    let slot = Rc::new(crate::file_slot::FileSlot::uncounted(&handle, Arc::new(ours)));
     executor
         .block_on(async move {
             let read = Action::Read { offset: 0 };

@@ -113,10 +113,10 @@ fn a_dropped_operation_keeps_its_memory_until_its_completion() {
                 })
                 .await;
             }
-            file.slot.handle.yield_now().await;
+            file.slot.handle().yield_now().await;
             rustix::io::write(&writer, b"late").unwrap();
             let (segments, n) = {
-                let handle = file.slot.handle.clone();
+                let handle = file.slot.handle().clone();
                 for _ in 0..4 {
                     handle.yield_now().await;
                 }
@@ -159,7 +159,7 @@ fn a_kernel_worker_makes_long_page_cache_copies() {
         .block_on(async move {
             let fd = rustix::fs::memfd_create("long", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
             let file = UringFile::new(&handle, Arc::new(fd)).unwrap();
-            let socket = FileSlot::uncounted(&handle, file.slot.fd.clone());
+            let socket = FileSlot::uncounted(&handle, file.slot.descriptor().clone());
             assert!(file.slot.leaves_to_worker((1 << 20) + 1));
             assert!(!file.slot.leaves_to_worker(1 << 20) && !socket.leaves_to_worker(1 << 30));
             let long = Segments::buffer(3 << 20);
@@ -271,11 +271,14 @@ fn lookups_of_a_served_disk_do_not_run_on_its_reactor() {
         // All threads of the file are busy until the gate is dropped.
         let (closed, gate) = std::sync::mpsc::channel::<()>();
         let gate = Arc::new(Mutex::new(gate));
-        let (workers, handle) = (&served.blocking.workers, &served.slot.handle);
+        let (workers, handle) = (&served.blocking.workers, served.slot.handle());
         let mut busy: Vec<_> = (0..workers::MOST)
             .map(|_| gate.clone())
             .map(|gate| {
-                Box::pin(workers.call(handle, move || gate.lock().unwrap().recv().is_err()))
+                Box::pin(
+                    workers
+                        .call(handle.current_waker(), move || gate.lock().unwrap().recv().is_err()),
+                )
             })
             .collect();
         for call in &mut busy {

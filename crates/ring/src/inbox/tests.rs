@@ -15,7 +15,7 @@ const FOREVER: Duration = Duration::from_secs(120);
 
 #[test]
 fn the_eventfd_is_written_once_per_sleep_and_only_then() {
-    let inbox = Inbox::with_slots(4).unwrap();
+    let inbox = Inbox::<()>::with_slots(4).unwrap();
     let written = || {
         let mut count = [0; 8];
         rustix::io::read(&inbox.event, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
@@ -38,7 +38,7 @@ fn the_eventfd_is_written_once_per_sleep_and_only_then() {
 
 #[test]
 fn a_wake_up_without_a_slot_is_a_mark_and_no_task_takes_two_slots() {
-    let inbox = Inbox::with_slots(2).unwrap();
+    let inbox = Inbox::<()>::with_slots(2).unwrap();
     let marks: Vec<_> = (0..3).map(|_| AtomicBool::new(false)).collect();
     for _ in 0..5 {
         inbox.wake(0, &marks[0]);

@@ -259,7 +259,7 @@ fn a_ring_of_a_sandbox_refuses_other_operations() {
         let file = std::env::temp_dir().join(format!("blockyard-ring-{}", std::process::id()));
         std::fs::write(&file, "").unwrap();
         enter(vec![Folder::new("/", Access::Write)]).unwrap();
-        let mut ring = crate::uring::Uring::new().unwrap();
+        let mut ring = crate::uring::Uring::<crate::Handle>::new().unwrap();
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
         let mut bell = crate::doorbell::Doorbell::new(&event).unwrap();
         confine(Kind::Reactor);

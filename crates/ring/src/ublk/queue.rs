@@ -32,7 +32,7 @@ use super::control::character_device;
 use super::data::RequestData;
 use crate::buffers::Refusal;
 use crate::executor::Handle;
-use crate::file::FileSlot;
+use crate::file_slot::FileSlot;
 use crate::memory::{GuestMemory, Region};
 use crate::operation::Operation;
 use crate::segments::Segments;
@@ -148,7 +148,7 @@ enum Data {
 /// A queue of a ublk device; see the module documentation.
 pub struct Queue {
     handle: Handle,
-    file: Rc<FileSlot>,
+    file: Rc<FileSlot<Handle>>,
     descriptors: OnceCell<Descriptors>,
     device: Device,
     number: u16,
