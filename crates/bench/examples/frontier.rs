@@ -6,6 +6,8 @@
 //! prints the table as Markdown, and writes the picture. The simulation has a clock of its own, so
 //! each run gives the same figures.
 
+#[path = "../../sched/tests/simulation/events.rs"]
+mod events;
 #[allow(dead_code)]
 #[path = "../../sched/tests/simulation/model.rs"]
 mod model;

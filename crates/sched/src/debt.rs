@@ -7,15 +7,19 @@
 //! What must hold
 //! - Over any time a disk that is drained again and again gets what its limits and its share allow,
 //!   plus what one drain admits. The latter is bounded: while operations of more than
-//!   [`MAX_QUEUED_NS`] wait, a queue takes one batch at a time.
+//!   [`MAX_QUEUED_NS`] wait, a queue takes one batch at a time. A drain also admits the operations
+//!   of NBD and ublk clients that wait. Only the bounds of their exports limit these.
 //! - Only what a drain has admitted holds the queues. Other operations of the disk, such as those
 //!   of an NBD client, do not lengthen the debt.
+//! - An operation that does not begin is no part of a debt, in whatever order reactors admit and
+//!   refund operations.
 //! - The debt to the device counts only while other disks use the device. The disk's share of the
 //!   device pays it. After a change of weights the smaller share counts. While another disk waits,
 //!   the device's virtual time must pass the cost as well, because the share of the time relies on
 //!   an assumed speed.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering::Relaxed};
+use std::sync::atomic::Ordering::{AcqRel, Acquire, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicU64};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::Time;
@@ -107,15 +111,22 @@ impl DeviceDebt {
 }
 
 impl Debt {
-    /// Extends the debt to the limits until `opens`, the time when they admit the next operation.
-    pub fn owe_limits(&self, opens: Time) {
-        self.limits.fetch_max(opens, Relaxed);
+    /// Extends the debt to the limits until `until`, the time when they admit the next operation
+    /// after one that a drain has admitted. `opens` returns this time anew.
+    pub fn owe_limits(&self, until: Time, opens: impl Fn() -> Time) {
+        self.limits.fetch_max(until, AcqRel);
+        // Another reactor may have refunded an operation that `until` contains.
+        self.limits_changed(opens);
     }
 
-    /// Shortens the debt to the limits after a change of the limits, or after a refund. `opens`:
-    /// the time when they admit the next operation.
-    pub fn limits_changed(&self, opens: Time) {
-        self.limits.fetch_min(opens, Relaxed);
+    /// Shortens the debt to the limits after a change of the limits, or after a refund. `opens`
+    /// returns the time when they admit the next operation.
+    pub fn limits_changed(&self, opens: impl Fn() -> Time) {
+        // A drain on another reactor may charge the limits after `opens`. Then it has changed the
+        // debt, and `opens` is called again. The debt is stored even if it stays the same: either
+        // the drain sees the refund, or this call sees the debt.
+        let shorter = |limits: Time| Some(limits.min(opens()));
+        let _ = self.limits.fetch_update(AcqRel, Acquire, shorter);
     }
 
     /// Adds nanoseconds of cost to the debt to the device: for the disk's share of the time, and
@@ -212,6 +223,8 @@ impl Debt {
 }
 
 #[cfg(test)]
+mod refunds;
+#[cfg(test)]
 mod tests {
     use std::collections::VecDeque;
     use std::sync::Arc;
@@ -223,13 +236,13 @@ mod tests {
         WaitToken,
     };
 
-    const NOW: Time = 1_000_000_000;
-    const SECOND: u64 = 1_000_000_000;
-    const READ: Operation =
+    pub(super) const NOW: Time = 1_000_000_000;
+    pub(super) const SECOND: u64 = 1_000_000_000;
+    pub(super) const READ: Operation =
         Operation { kind: OperationKind::Read, bytes: 4096, sequential: false, requests: 1 };
 
     /// Returns two disks that have just used a device.
-    fn neighbours() -> [ReactorShare; 2] {
+    pub(super) fn neighbours() -> [ReactorShare; 2] {
         let host = Host::default();
         let device = Some(("d", &DeviceProfile::FLASH));
         let disks = [(); 2].map(|()| host.share(device, None, &Knobs::default()).on_reactor());
@@ -243,11 +256,11 @@ mod tests {
         Knobs { weight, ..Knobs::default() }
     }
 
-    fn write(bytes: u64) -> Operation {
+    pub(super) fn write(bytes: u64) -> Operation {
         Operation { kind: OperationKind::Write, bytes, sequential: false, requests: 1 }
     }
 
-    fn bps(rate: u64) -> Knobs {
+    pub(super) fn bps(rate: u64) -> Knobs {
         let bps = Some(Limit { rate, max: None, length: std::time::Duration::from_secs(1) });
         Knobs { limits: Limits { bps, ..Limits::default() }, ..Knobs::default() }
     }

@@ -158,6 +158,8 @@ pub struct Grant {
     is_large: bool,
     /// Whether a drain has admitted the operation before the limits did.
     pub(crate) owes_limits: bool,
+    /// Whether its cost is a part of the disk's debt to the device.
+    pub(crate) owes_device: bool,
 }
 
 impl Grant {
@@ -469,6 +471,7 @@ impl Device {
             class,
             is_queued: token.takes_room(),
             is_forced,
+            owes_device: is_forced && token.owes_device(),
             probe: self.quiet_probe.load(Relaxed),
             ..Grant::default()
         }
@@ -559,12 +562,10 @@ impl Device {
         state.wait_list.wake_first();
     }
 
-    /// Admits all waiting operations of the disk. `is_forced`: because of a drain. Returns their
-    /// cost.
-    fn admit_all(&self, state: &mut State, account: &Account, now: Time, is_forced: bool) -> u64 {
+    /// Admits all waiting operations of the disk. Returns their cost.
+    fn admit_all(&self, state: &mut State, account: &Account, now: Time) -> u64 {
         let mut cost = 0u64;
         while let Some(waiter) = state.wait_list.pop_of(account.number()) {
-            waiter.token.set_forced(is_forced);
             if self.admit_one(account, &waiter, now, Advance::Disk) {
                 cost = cost.saturating_add(waiter.cost_ns);
             }

@@ -118,7 +118,7 @@ impl Share {
     pub(crate) fn group_changed(&self, now: Time) {
         // A debt is paid at the new rates. What is owed to limits that are gone is forgotten.
         self.pay_group(now);
-        self.debt.limits_changed(self.limiter.opens());
+        self.debt.limits_changed(|| self.limiter.opens());
         match &self.device {
             Some(device) => device.reweigh(now),
             None => {
@@ -173,7 +173,7 @@ impl Share {
         }
         self.limiter.take(now, operation, Some(flow))?;
         let taken = group.limiter.take_part(now, operation, self.group_flow.as_deref(), &self.owed);
-        taken.inspect_err(|_| self.limiter.refund(operation, Some(flow)))
+        taken.inspect_err(|_| self.refund_own_limits(operation, Some(flow)))
     }
 
     /// Returns whether the disk must pay what it owes to its group ([`Share::pay_group`]). Until
@@ -246,21 +246,27 @@ impl Share {
     /// Reverts an admission, because the operation does not begin.
     pub fn refund(&self, now: Time, operation: &Operation, grant: Grant) {
         self.refund_limits(operation, grant.owes_limits);
+        if grant.owes_device {
+            self.debt.forgive_device(grant.cost_ns);
+        }
         if let Some(device) = &self.device {
-            if grant.is_forced && device.is_shared() {
-                self.debt.forgive_device(grant.cost_ns);
-            }
             device.refund(&self.account, now, &grant);
+        }
+    }
+
+    /// Refunds an operation to the disk's own limits. A drain on another reactor may have charged
+    /// them meanwhile, so that the debt contains the operation.
+    fn refund_own_limits(&self, operation: &Operation, flow: Option<&Flow>) {
+        if !self.limiter.is_unlimited() {
+            self.limiter.refund(operation, flow);
+            self.debt.limits_changed(|| self.limiter.opens());
         }
     }
 
     /// Refunds an operation to the limits of the disk and its group. `is_forced`: a drain has
     /// admitted it before the limits did.
     fn refund_limits(&self, operation: &Operation, is_forced: bool) {
-        self.limiter.refund(operation, None);
-        if is_forced {
-            self.debt.limits_changed(self.limiter.opens());
-        }
+        self.refund_own_limits(operation, None);
         if let Some(group) = self.group_limiter() {
             let reduce = |limit, most| match is_forced {
                 true => self.owed.remove_from(limit, most),
@@ -313,13 +319,17 @@ impl Share {
     /// Admits an operation that cannot wait, because its queue is drained. Its cost becomes a debt
     /// to the limits and to the device.
     pub fn force(&self, now: Time, operation: &Operation) -> Grant {
-        self.debt.owe_limits(self.limiter.force(now, operation));
+        self.debt.owe_limits(self.limiter.force(now, operation), || self.limiter.opens());
         if let Some(group) = self.group_limiter() {
             group.owe(operation, &self.owed);
         }
         let mut grant = self.device.as_ref().map_or_else(Grant::default, |device| {
-            let grant = device.force(&self.account, now, operation);
-            self.owe_device(device, now, grant.cost_ns);
+            let mut grant = device.force(&self.account, now, operation);
+            // A disk that has the device to itself owes nothing.
+            grant.owes_device = device.is_shared();
+            if grant.owes_device {
+                self.owe_device(device, now, grant.cost_ns);
+            }
             grant
         });
         grant.owes_limits = true;
@@ -330,17 +340,14 @@ impl Share {
     /// Their cost becomes a debt to the device.
     pub fn release(&self, now: Time) {
         if let Some(device) = &self.device {
-            let cost = device.release(&self.account, now);
-            self.owe_device(device, now, cost);
+            let owe = |cost| self.owe_device(device, now, cost);
+            self.debt.forgive_device(device.release(&self.account, now, owe));
         }
     }
 
-    /// Adds `cost` nanoseconds to the debt to the device. A disk that has the device to itself owes
-    /// nothing.
+    /// Adds `cost` nanoseconds to the debt to the device.
     fn owe_device(&self, device: &Device, now: Time, cost: u64) {
-        if device.is_shared() {
-            self.debt.owe_device(now, [cost; 2], &device.payment(&self.account));
-        }
+        self.debt.owe_device(now, [cost; 2], &device.payment(&self.account));
     }
 
     /// Records that an operation waits. Returns its cost in nanoseconds for [`Share::leave_queue`].
@@ -422,9 +429,9 @@ impl Share {
             group.limiter.continue_owed(&state.group_orphans, &group.orphans);
             self.owed.continue_forced(state.group_forced.as_ref());
         }
-        self.debt.owe_limits(now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS)));
+        let until = now.saturating_add(state.limits_debt_ns.min(MAX_DEBT_NS));
         // The debt is not longer than the limits of this server make it.
-        self.debt.limits_changed(self.limiter.opens());
+        self.debt.owe_limits(until, || self.limiter.opens());
         if let Some(device) = &self.device {
             // An older server knew only the time. At least this much of it is cost.
             let least = (state.device_debt_ns as f64 * MIN_PART) as u64;

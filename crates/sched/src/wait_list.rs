@@ -17,8 +17,10 @@ use crate::cost::Operation;
 #[derive(Debug, Default)]
 pub struct WaitToken {
     state: AtomicU8,
-    /// Whether a drain admits the operation.
+    /// Whether a drain admits the operation, and whether its cost is a part of the disk's debt to
+    /// the device. The latter counts only if a drain admits it.
     is_forced: AtomicBool,
+    owes_device: AtomicBool,
     /// Whether the admitted operation takes room that the disks in the queue share.
     takes_room: AtomicBool,
 }
@@ -38,13 +40,19 @@ impl WaitToken {
         self.state.compare_exchange(WAITS, GRANTED, SeqCst, SeqCst).is_ok()
     }
 
-    /// Notes whether a drain admits the operation. Call it before [`WaitToken::grant`].
-    pub(crate) fn set_forced(&self, is_forced: bool) {
-        self.is_forced.store(is_forced, SeqCst);
+    /// Notes that a drain admits the operation. Call it before [`WaitToken::grant`].
+    fn set_forced(&self, owes_device: bool) {
+        self.owes_device.store(owes_device, SeqCst);
+        self.is_forced.store(true, SeqCst);
     }
 
     pub(crate) fn is_forced(&self) -> bool {
         self.is_forced.load(SeqCst)
+    }
+
+    /// Returns whether a drain admits the operation, and its cost is a part of the debt.
+    pub(crate) fn owes_device(&self) -> bool {
+        self.is_forced() && self.owes_device.load(SeqCst)
     }
 
     /// Notes whether the operation takes room. Call it before [`WaitToken::grant`].
@@ -172,6 +180,14 @@ impl WaitList {
             }
         }
         self.heads = heads.into();
+    }
+
+    /// Notes that a drain admits the operations of a disk that wait. Returns their cost.
+    /// `owes_device`: it is a part of the disk's debt.
+    pub fn set_forced(&self, disk: usize, owes_device: bool) -> u64 {
+        let waiters = self.queues.get(disk).into_iter().flatten();
+        let waiters = waiters.inspect(|waiter| waiter.token.set_forced(owes_device));
+        waiters.fold(0, |cost, waiter| cost.saturating_add(waiter.cost_ns))
     }
 
     /// Wakes the first operation of each disk that waits, without admitting it.

@@ -79,13 +79,11 @@ fn shares_stay_exact_over_a_hundred_million_operations() {
     let mut tags = [u64::MAX - 1_000_000; 4];
     let mut counts = [0u64; 4];
     for _ in 0..OPERATIONS {
-        let (mut next, mut tag) = (0, tags[0]);
-        for (i, other) in tags.iter().enumerate().skip(1) {
-            if before(*other, tag) {
-                (next, tag) = (i, *other);
-            }
-        }
-        tags[next] = tag.wrapping_add(steps[next]);
+        let earlier = |one: usize, other: usize| {
+            if before(tags[other], tags[one]) { other } else { one }
+        };
+        let next = earlier(earlier(0, 1), earlier(2, 3));
+        tags[next] = tags[next].wrapping_add(steps[next]);
         counts[next] += 1;
     }
     let used: [f64; 4] = std::array::from_fn(|i| counts[i] as f64 * costs[i] as f64);

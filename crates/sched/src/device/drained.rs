@@ -98,15 +98,23 @@ impl Device {
         account.in_flight.add(0);
     }
 
-    /// Admits all waiting operations of the disk, because one of its queues is drained. Returns
-    /// their cost.
-    pub(crate) fn release(&self, account: &Account, now: Time) -> u64 {
+    /// Admits all waiting operations of the disk, because one of its queues is drained. If the
+    /// disk shares the device, `owe` adds their cost to the disk's debt. Returns the part of it to
+    /// take off again: that of operations that were cancelled.
+    pub(crate) fn release(&self, account: &Account, now: Time, owe: impl FnOnce(u64)) -> u64 {
         let mut state = self.state();
-        let cost = self.admit_all(&mut state, account, now, true);
+        let is_shared = self.is_shared();
+        let cost = state.wait_list.set_forced(account.number(), is_shared);
+        // Another reactor may take a grant at once, and refund it. Then the debt must contain its
+        // cost already.
+        if is_shared {
+            owe(cost);
+        }
+        let admitted = self.admit_all(&mut state, account, now);
         self.admit_waiters(&mut state, now);
         // One of the operations may have kept the time of a probe for the other disks.
         state.wait_list.wake_first();
-        cost
+        if is_shared { cost.saturating_sub(admitted) } else { 0 }
     }
 
     /// Admits one operation of each disk that waits, has nothing in flight, and is not in a gap, if

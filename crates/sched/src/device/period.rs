@@ -212,7 +212,7 @@ impl Device {
         }
         let others = state.accounts.active().filter(|a| !a.held.load(Relaxed));
         for account in others.cloned().collect::<Vec<_>>() {
-            self.admit_all(state, &account, now, false);
+            self.admit_all(state, &account, now);
         }
         self.is_probing.store(true, Relaxed);
         state.wait_list.wake_first();

@@ -10,6 +10,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::{LIMITS, NAMES};
 
@@ -17,9 +18,11 @@ use super::{LIMITS, NAMES};
 #[derive(Debug, Default)]
 pub struct Owed {
     amounts: [AtomicU64; LIMITS],
-    /// The part of the amounts that drains have admitted. Another thread may change an amount
-    /// between the changes of both, so a part counts only up to its amount.
+    /// The part of the amounts that drains have admitted, at most the amount.
     forced: [AtomicU64; LIMITS],
+    /// Held while a part and its amount change. What begins takes no lock: it only makes an amount
+    /// larger.
+    both: Mutex<()>,
 }
 
 fn add(owed: &AtomicU64, amount: u64) {
@@ -39,7 +42,12 @@ impl Owed {
         self.amounts.iter().all(|owed| owed.load(Relaxed) == 0)
     }
 
-    /// Returns whether a part is owed that drains have admitted.
+    fn lock(&self) -> MutexGuard<'_, ()> {
+        self.both.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Returns whether a part is owed that drains have admitted. Another thread may be about to
+    /// remove both.
     pub fn is_forced(&self) -> bool {
         let mut all = self.forced.iter().zip(&self.amounts);
         all.any(|(forced, owed)| forced.load(Relaxed) > 0 && owed.load(Relaxed) > 0)
@@ -60,21 +68,27 @@ impl Owed {
 
     /// Adds an amount that a drain has admitted.
     pub fn force_to(&self, limit: usize, amount: u64) {
+        let _both = self.lock();
         self.add_to(limit, amount);
         add(&self.forced[limit], amount);
     }
 
     /// Removes at most this amount, first of what drains have admitted. Returns what was removed.
     pub fn remove_from(&self, limit: usize, most: u64) -> u64 {
+        let _both = self.lock();
         let removed = remove(&self.amounts[limit], most);
         remove(&self.forced[limit], removed);
         removed
     }
 
     /// Removes at most this amount, because an operation does not begin that no drain has admitted.
-    /// Returns what was removed.
+    /// Returns what was removed. If the disk has paid for the operation, that pays for what drains
+    /// have admitted.
     pub fn take_back(&self, limit: usize, most: u64) -> u64 {
-        remove(&self.amounts[limit], most)
+        let _both = self.lock();
+        let removed = remove(&self.amounts[limit], most);
+        self.forced[limit].fetch_min(self.of(limit), Relaxed);
+        removed
     }
 
     /// Moves all to another one. There it does not count as admitted by drains.
@@ -84,10 +98,9 @@ impl Owed {
 
     /// Returns what drains have admitted, by the names of the limits.
     pub fn forced(&self) -> BTreeMap<String, u64> {
-        let all = NAMES.iter().zip(&self.forced).zip(&self.amounts);
-        let all = all.map(|((name, forced), owed)| {
-            (name.to_string(), forced.load(Relaxed).min(owed.load(Relaxed)))
-        });
+        let _both = self.lock();
+        let all = NAMES.iter().zip(&self.forced);
+        let all = all.map(|(name, forced)| (name.to_string(), forced.load(Relaxed)));
         all.filter(|(_, amount)| *amount > 0).collect()
     }
 
@@ -188,12 +201,12 @@ mod tests {
             let limits = Limits { bps: limit(RATE, max), ..Limits::default() };
             let [one, other] = disks(limits);
             let burst = max.map_or(0, |max| max - RATE);
-            one.limit(BEGIN, &write((1 << 30) + burst), &one.new_flow()).unwrap();
+            one.limit(BEGIN, &write((1 << 28) + burst), &one.new_flow()).unwrap();
             assert_eq!(one.paused_until(BEGIN), None, "reads go on");
             // The other disk gets a tenth of the rate.
             let (paid, longest) = pay(&one, &[(&other, write(RATE / 100))]);
             assert!(longest <= 80 * MS, "{max:?}: {} ms", longest / MS);
-            took(paid, (1 << 30) * 1000 / RATE * MS * 10 / 9);
+            took(paid, (1 << 28) * 1000 / RATE * MS * 10 / 9);
             one.limit(paid + 100 * MS, &write(1), &one.new_flow()).unwrap();
         }
     }
@@ -227,6 +240,30 @@ mod tests {
         assert!(begun == 1 && one.owes_group(), "{begun} requests");
         // A bucket of 10 ms pays at most so much in a tick.
         assert!(now >= BEGIN + 100 * TICK, "{} ms", (now - BEGIN) / MS);
+    }
+
+    /// The disk has paid for 6 of the 20 seconds of an operation when a drain admits 10 seconds
+    /// more. Without the operation the payments are those of the drain's requests, and 4 seconds
+    /// are left.
+    #[test]
+    fn an_operation_that_does_not_begin_leaves_no_debt_for_the_queues() {
+        let [one] = disks(bps());
+        let (large, flow, mut now) = (write(20 * RATE), one.new_flow(), BEGIN);
+        one.limit(now, &large, &flow).unwrap();
+        while now < BEGIN + 6_000 * MS {
+            now = one.pay_group(now).unwrap();
+        }
+        let _ = one.force(now, &write(10 * RATE));
+        one.withdraw(now, &large);
+        assert!(one.paused_until(now).is_some());
+        let from = now;
+        while let Some(next) = one.pay_group(now) {
+            now = next;
+        }
+        took(BEGIN + now - from, 4_000 * MS);
+        one.limit(now + 100 * MS, &write(8 * RATE), &flow).unwrap();
+        assert!(one.owes_group());
+        assert_eq!(one.paused_until(now + 100 * MS), None, "no drain has admitted it");
     }
 
     #[test]

@@ -2,6 +2,7 @@
 //! starvation.
 
 mod beside;
+mod events;
 mod figures;
 mod model;
 mod orders;
@@ -65,9 +66,11 @@ fn a_guest_within_its_share_is_hardly_slowed_by_one_that_thrashes() {
             done > 0.8,
             "depth {depth}, spread {spread}, think {think}: the device does {done:.2}"
         );
-        let unscheduled = &run(Model { scheduled: false, ..model }, &[polite, thrasher()])[0];
+        // A fifth of the time shows that the polite guest gets less than a tenth.
+        let unscheduled = Model { scheduled: false, span: model.span / 5, ..model };
+        let unscheduled = &run(unscheduled, &[polite, thrasher()])[0];
         assert!(
-            unscheduled.operations * 10 < beside[0].operations,
+            unscheduled.operations * 10 < beside[0].operations / 5,
             "the scheduler makes no difference in this test"
         );
     }

@@ -4,8 +4,8 @@
 //! flight. When one completes, it waits for its think time and starts the next one.
 
 use std::cell::RefCell;
-use std::cmp::Reverse;
-use std::collections::{BinaryHeap, VecDeque};
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::task::{Wake, Waker};
 
@@ -14,13 +14,15 @@ use blockyard_sched::{
     OperationKind, ReactorShare, Shortfall, WaitToken,
 };
 
+use crate::events::{Event, Events};
+
 pub const MS: u64 = 1_000_000;
 pub const S: u64 = 1_000 * MS;
 /// Time of an answer without the device.
 const ANSWER: u64 = 2_000;
 
 /// The load of a guest.
-#[derive(Clone)]
+#[derive(Clone, PartialEq)]
 pub struct Guest {
     pub knobs: Knobs,
     pub group: Option<(&'static str, Knobs)>,
@@ -81,7 +83,7 @@ impl Guest {
 pub struct Got {
     pub operations: u64,
     pub cost: u64,
-    /// Latencies from arrival to completion in nanoseconds, sorted.
+    /// Latencies from arrival to completion in nanoseconds, in order of completion.
     pub latencies: Vec<u64>,
     /// Times of the completions in nanoseconds, in order.
     pub completions: Vec<u64>,
@@ -90,7 +92,13 @@ pub struct Got {
 
 impl Got {
     pub fn quantile(&self, q: f64) -> u64 {
-        self.latencies[((self.latencies.len() - 1) as f64 * q) as usize]
+        let at = ((self.latencies.len() - 1) as f64 * q) as usize;
+        *self.latencies.clone().select_nth_unstable(at).1
+    }
+
+    /// Returns the mean latency in nanoseconds.
+    pub fn mean(&self) -> f64 {
+        self.latencies.iter().sum::<u64>() as f64 / self.operations as f64
     }
 }
 
@@ -209,35 +217,31 @@ fn seed() -> u64 {
     seed.map_or(7, |seed| seed.parse().expect("BLOCKYARD_SEED is a number"))
 }
 
-/// Records which operation was woken.
-struct Woken(usize, Arc<Mutex<Vec<usize>>>);
+/// The operations that were woken, and whether there are some. A simulation has one thread.
+#[derive(Default)]
+struct Woken {
+    any: AtomicBool,
+    all: Mutex<Vec<usize>>,
+}
 
-impl Wake for Woken {
+/// Records that an operation was woken.
+struct Wakes(usize, Arc<Woken>);
+
+impl Wake for Wakes {
     fn wake(self: Arc<Self>) {
-        self.1.lock().unwrap().push(self.0);
+        self.1.all.lock().unwrap().push(self.0);
+        self.1.any.store(true, Relaxed);
     }
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-enum Event {
-    Ask(usize),
-    /// A guest's knobs change: the guest, and the number of the change.
-    Change(usize, usize),
-    /// The limits of a guest admit its next operation.
-    Opens(usize),
-    /// A server becomes free.
-    Served(usize),
-    Ended(usize),
-    /// The time for which a waiting operation asked: its place, and its number.
-    Claim(usize, u64),
-}
-
+/// An operation. The next one in the same place uses its token and its waker again.
 struct Under {
     guest: usize,
     operation: Operation,
     asked: u64,
     grant: Grant,
     token: Arc<WaitToken>,
+    waker: Waker,
     /// Number of the operation while it waits.
     waits: Option<u64>,
     /// The flushes that share this sync.
@@ -255,9 +259,9 @@ pub fn reports() -> Vec<Shortfall> {
 
 pub struct Simulation {
     model: Model,
+    costs: Costs,
     now: u64,
-    events: BinaryHeap<Reverse<(u64, u64, Event)>>,
-    count: u64,
+    events: Events,
     guests: Vec<Guest>,
     turns: Vec<usize>,
     shares: Vec<ReactorShare>,
@@ -277,7 +281,9 @@ pub struct Simulation {
     syncs: Vec<Option<Vec<usize>>>,
     /// When a network disk's bucket has its next token.
     token_at: u64,
-    woken: Arc<Mutex<Vec<usize>>>,
+    woken: Arc<Woken>,
+    /// An empty list, which takes the place of the list of woken operations.
+    spare: Vec<usize>,
     random: Random,
 }
 
@@ -302,9 +308,9 @@ impl Simulation {
         shares.iter().enumerate().for_each(|(at, share)| share.set_name(&at.to_string()));
         let mut simulation = Simulation {
             model,
+            costs: model.costs(),
             now: 0,
-            events: BinaryHeap::new(),
-            count: 0,
+            events: Events::default(),
             turns: vec![0; guests.len()],
             got: vec![Got::default(); guests.len()],
             limited: shares.iter().map(|share| (VecDeque::new(), share.new_flow())).collect(),
@@ -320,6 +326,7 @@ impl Simulation {
             syncs: vec![None; guests.len()],
             token_at: 0,
             woken: Arc::default(),
+            spare: Vec::new(),
             random: Random(seed()),
         };
         for (at, guest) in guests.iter().enumerate() {
@@ -335,8 +342,7 @@ impl Simulation {
     }
 
     fn at(&mut self, time: u64, event: Event) {
-        self.count += 1;
-        self.events.push(Reverse((time, self.count, event)));
+        self.events.add(self.now, time, event);
     }
 
     pub fn share(&self, guest: usize) -> &ReactorShare {
@@ -350,11 +356,7 @@ impl Simulation {
     /// Runs until `until`. Returns the results from `from` on.
     pub fn run(&mut self, from: u64, until: u64) -> Vec<Got> {
         self.got = vec![Got::default(); self.guests.len()];
-        while let Some(Reverse((time, _, event))) = self.events.peek().copied() {
-            if time > until {
-                break;
-            }
-            self.events.pop();
+        while let Some((time, event)) = self.events.next(until) {
             self.now = time;
             match event {
                 Event::Ask(guest) if time < self.guests[guest].until => self.ask(guest),
@@ -374,10 +376,9 @@ impl Simulation {
         }
         self.now = until;
         for (got, share) in self.got.iter_mut().zip(&self.shares) {
-            got.latencies.sort_unstable();
             got.figures = share.figures();
         }
-        self.got.clone()
+        std::mem::take(&mut self.got)
     }
 
     fn ask(&mut self, guest: usize) {
@@ -426,11 +427,11 @@ impl Simulation {
                 self.submit(which);
             }
             None => {
-                let waker = Waker::from(Arc::new(Woken(which, self.woken.clone())));
-                let token = self.under[which].token.clone();
                 self.waited += 1;
-                self.under[which].waits = Some(self.waited);
-                if let Some(at) = self.shares[guest].wait(self.now, &operation, &token, &waker) {
+                let under = &mut self.under[which];
+                under.waits = Some(self.waited);
+                let (share, Under { token, waker, .. }) = (&self.shares[guest], under);
+                if let Some(at) = share.wait(self.now, &operation, token, waker) {
                     self.at(at, Event::Claim(which, self.waited));
                 }
             }
@@ -438,13 +439,16 @@ impl Simulation {
     }
 
     fn put(&mut self, guest: usize, operation: Operation, flushes: Option<Vec<usize>>) -> usize {
-        let (asked, grant, token) = (self.now, Grant::default(), Arc::default());
-        let under = Under { guest, operation, asked, grant, token, waits: None, flushes };
+        let (asked, grant, waits) = (self.now, Grant::default(), None);
         let Some(which) = self.free.pop() else {
-            self.under.push(under);
-            return self.under.len() - 1;
+            let (which, token) = (self.under.len(), Arc::default());
+            let waker = Waker::from(Arc::new(Wakes(which, self.woken.clone())));
+            self.under.push(Under { guest, operation, asked, grant, token, waker, waits, flushes });
+            return which;
         };
-        self.under[which] = under;
+        let under = &mut self.under[which];
+        (under.guest, under.operation, under.asked) = (guest, operation, asked);
+        (under.grant, under.waits, under.flushes) = (grant, waits, flushes);
         which
     }
 
@@ -479,12 +483,12 @@ impl Simulation {
     }
 
     fn start_admitted(&mut self) {
-        loop {
-            let woken = std::mem::take(&mut *self.woken.lock().unwrap());
-            if woken.is_empty() {
-                return;
-            }
-            woken.into_iter().for_each(|which| self.wake(which));
+        while self.woken.any.load(Relaxed) {
+            self.woken.any.store(false, Relaxed);
+            let mut woken = std::mem::take(&mut self.spare);
+            std::mem::swap(&mut woken, &mut *self.woken.all.lock().unwrap());
+            woken.drain(..).for_each(|which| self.wake(which));
+            self.spare = woken;
         }
     }
 
@@ -569,7 +573,7 @@ impl Simulation {
             got.operations += 1;
             got.cost += match self.guests[guest].is_answered {
                 true => 0,
-                false => self.model.costs().of(&operation) * (self.model.factor)(&operation),
+                false => self.costs.of(&operation) * (self.model.factor)(&operation),
             };
             if got.latencies.len() < 1 << 20 {
                 got.latencies.push(self.now - asked);
