@@ -128,7 +128,7 @@ impl Cow {
         let mut recovered = None;
         if options.read_only {
             let marked = session::read_mark(&file, &header).await?;
-            pending(marked.as_ref(), options.is_below_writer)?;
+            pending(marked.as_ref(), options.is_below_writer, &options.safety)?;
         } else {
             recovered = session::recover(&file, &header, &options.safety).await?;
         }

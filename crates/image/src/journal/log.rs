@@ -21,6 +21,11 @@
 //!   only when the old one is dropped, with the changes without a record in the file. If both
 //!   halves are in use already, both are dropped at the end.
 //! - The old half stays if a record that the file cannot replace was not repeated in the new one.
+//! - If the log is incomplete then, and no record of the new half counts, a later write-back
+//!   **restarts** the new half: it has no records again. Otherwise a log that was full once would
+//!   stay incomplete after it has space. Each slot has one writer, so no thread may write to the
+//!   half. So the half is closed during a whole write-back before that: records are made under
+//!   locks that the write-back takes, and a closed half takes no claims.
 //! - A replay may put an earlier value over a change that is in the file and has no record. So the
 //!   cluster that this change freed stays reserved as long as such a record may exist ([`Ended`]).
 
@@ -46,6 +51,9 @@ pub const CLAIMED: [usize; 2] = [24, 40];
 pub const CONDITIONAL: [usize; 2] = [17, 33];
 /// Word of page 0: not 0 if the session has finished, so that the file has all changes.
 pub const FINISHED: usize = 48;
+/// Word with the newest generation of the session. It never becomes lower, so no two uses of a half
+/// have one salt.
+const NEWEST: usize = 56;
 /// Most records of a half: 8 MiB.
 pub const SLOTS: usize = 1 << 18;
 /// Number of records from which a write-back is due.
@@ -82,6 +90,9 @@ pub struct Log {
     active: AtomicUsize,
     /// Generation of the next half that becomes active.
     generation: AtomicU64,
+    /// First generation of this process. A half with an earlier one may have records of a server
+    /// that died.
+    first: u64,
     /// Salts of the halves' records.
     salts: [AtomicU64; 2],
     /// Number of slots of each half that have allocated memory. 0: the half is closed.
@@ -99,6 +110,9 @@ pub struct Log {
     settled: AtomicU64,
     /// Whether a record could not be repeated since the last write-back began.
     unrepeated: AtomicBool,
+    /// Whether the next write-back may restart the active half. Changed under the lock of
+    /// `growing`.
+    may_restart: AtomicBool,
     /// Whether the log has said that there is no space. A guest must not flood it.
     warned: AtomicBool,
 }
@@ -110,7 +124,7 @@ pub struct WriteBack {
     lost: u64,
     /// Whether the log was incomplete.
     is_incomplete: bool,
-    /// Whether later records go to another half than those of before.
+    /// Whether later records go to another half than those of before, or to a restarted one.
     switched: bool,
 }
 
@@ -143,10 +157,13 @@ impl Log {
             active = 1 - active;
         }
         words[FINISHED].store(0, Ordering::Relaxed);
+        let newest = words[NEWEST].load(Ordering::Acquire);
+        let first = generation[0].max(generation[1]).max(newest) + 1;
         let log = Log {
             session,
             active: AtomicUsize::new(active),
-            generation: AtomicU64::new(generation[0].max(generation[1]) + 1),
+            generation: AtomicU64::new(first),
+            first,
             salts: generation.map(|of| AtomicU64::new(record::salt(session.number, of))),
             ready: Default::default(),
             allocated: Default::default(),
@@ -156,6 +173,7 @@ impl Log {
             lost: AtomicU64::new(0),
             settled: AtomicU64::new(0),
             unrepeated: AtomicBool::new(false),
+            may_restart: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             words,
             file,
@@ -184,22 +202,31 @@ impl Log {
         self.growing.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Makes an unused half the active one. The caller holds the lock, or is alone.
+    /// Makes an unused half the active one, or restarts the active one, of which no record counts.
+    /// No thread writes to the half. The caller holds the lock, or is alone.
     fn use_half(&self, half: usize, is_conditional: bool) {
         let generation = self.generation.fetch_add(1, Ordering::Relaxed);
-        self.closed[half].store(false, Ordering::Relaxed);
         let allocated = self.allocated[half].load(Ordering::Relaxed);
         self.ready[half].store(allocated, Ordering::Release);
         self.words[CONDITIONAL[half]].store(is_conditional.into(), Ordering::Relaxed);
         self.salts[half].store(record::salt(self.session.number, generation), Ordering::Relaxed);
         self.words[CLAIMED[half]].store(0, Ordering::Relaxed);
+        self.words[NEWEST].store(generation, Ordering::Relaxed);
         self.words[GENERATION[half]].store(generation, Ordering::Release);
+        // A thread that finds the half open finds all of the above too.
+        self.closed[half].store(false, Ordering::Release);
         self.active.store(half, Ordering::Release);
     }
 
     /// Drops a half. A replay does not see its records any more.
     fn drop_half(&self, half: usize) {
         self.words[GENERATION[half]].store(0, Ordering::Release);
+    }
+
+    /// Returns whether a half has no record, because it never had memory for one.
+    fn is_empty(&self, half: usize) -> bool {
+        let generation = self.words[GENERATION[half]].load(Ordering::Relaxed);
+        self.allocated[half].load(Ordering::Relaxed) == 0 && generation >= self.first
     }
 
     /// Lets a half take no more records. The caller holds the lock.
@@ -243,6 +270,9 @@ impl Log {
     #[inline]
     fn put(&self, record: Record) -> Result<(), usize> {
         let half = self.active.load(Ordering::Acquire);
+        if self.closed[half].load(Ordering::Acquire) {
+            return Err(half);
+        }
         let slot = self.words[CLAIMED[half]].fetch_add(1, Ordering::AcqRel) as usize;
         if slot >= self.ready[half].load(Ordering::Acquire) && !self.allocate(half, slot) {
             return Err(half);
@@ -303,13 +333,17 @@ impl Log {
         self.unrepeated.store(false, Ordering::Release);
         let active = self.active.load(Ordering::Relaxed);
         let other = 1 - active;
-        let switched = self.words[GENERATION[other]].load(Ordering::Acquire) == 0;
-        if switched {
+        let is_unused = self.words[GENERATION[other]].load(Ordering::Acquire) == 0;
+        let may_restart = self.may_restart.swap(false, Ordering::Relaxed);
+        let restarts = may_restart && is_incomplete && !is_unused;
+        if is_unused {
             self.use_half(other, is_incomplete);
+        } else if restarts {
+            self.use_half(active, true);
         } else if is_incomplete {
             self.close(active);
         }
-        WriteBack { lost, is_incomplete, switched }
+        WriteBack { lost, is_incomplete, switched: is_unused || restarts }
     }
 
     /// Ends a write-back. `ok`: all changes of before are in the file, except those that were
@@ -321,10 +355,15 @@ impl Log {
         let WriteBack { lost, is_incomplete, switched } = write_back;
         let _guard = self.lock();
         let has_lost = self.lost.load(Ordering::Acquire) != lost;
+        let active = self.active.load(Ordering::Relaxed);
         if self.unrepeated.load(Ordering::Acquire) {
+            // If only a lost record has closed the half, a thread may still write to it. But if
+            // this write-back closed it, all writers have left: it took their locks after that.
+            let was_closed = is_incomplete && !switched;
+            let counts = !counts_not(&self.words, active) && !self.is_empty(active);
+            self.may_restart.store(was_closed && !counts, Ordering::Relaxed);
             return Ended { survives: !is_incomplete, may_release: !is_incomplete && !has_lost };
         }
-        let active = self.active.load(Ordering::Relaxed);
         let old = 1 - active;
         let mut may_release = true;
         if is_incomplete && !switched {
@@ -336,7 +375,7 @@ impl Log {
         } else {
             // The file may have a change that came meanwhile and has no record. A record of an
             // earlier change of the same key may still name the cluster that this change freed.
-            may_release = !has_lost || self.allocated[active].load(Ordering::Relaxed) == 0;
+            may_release = !has_lost || self.is_empty(active);
             // A conditional half counts from now on.
             self.drop_half(old);
             self.give_back(old);
@@ -405,160 +444,4 @@ pub fn allocate(file: &File, from: u64, len: u64) -> io::Result<()> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::journal::{Key, Recovered};
-
-    const SESSION: Session = Session { number: 7, boot: 9 };
-
-    /// A log in memory whose file cannot grow, as on a full tmpfs: it is open for reading only.
-    fn full() -> Log {
-        let words = Arc::new(SharedWords::anonymous(TOTAL).unwrap());
-        Log::over(words, Some(File::open("/dev/null").unwrap()), SESSION)
-    }
-
-    fn change(cluster: u64) -> Record {
-        Record { key: Key::Cluster(cluster), value: [1 << 16, 0] }
-    }
-
-    #[test]
-    fn without_space_a_change_makes_the_log_incomplete_and_writes_no_slot() {
-        let log = full();
-        assert!(!log.is_incomplete());
-        log.record(change(1));
-        assert!(log.is_incomplete());
-        let slot = start_of(0);
-        let slot = log.words[slot..slot + WORDS].iter();
-        assert!(slot.map(|word| word.load(Ordering::Relaxed)).all(|word| word == 0));
-    }
-
-    /// A write-back puts all changes into the image. If it fails, the lost record still counts.
-    #[test]
-    fn only_the_end_of_a_write_back_makes_the_log_complete_again() {
-        let log = full();
-        log.record(change(1));
-        let write_back = log.begin_write_back();
-        assert!(log.is_incomplete(), "the change is not in the file yet");
-        assert!(!log.end_write_back(write_back, false).survives);
-        assert!(log.is_incomplete());
-        assert!(log.end_write_back(log.begin_write_back(), true).survives);
-        assert!(!log.is_incomplete());
-        // A change during a write-back may have come too late for it.
-        let write_back = log.begin_write_back();
-        log.record(change(2));
-        assert!(log.end_write_back(write_back, true).survives);
-        assert!(log.is_incomplete());
-    }
-
-    fn with_room(room: [usize; 2]) -> Log {
-        let words = Arc::new(SharedWords::anonymous(TOTAL).unwrap());
-        Log::over(words, None, SESSION).with_room(room)
-    }
-
-    fn records(log: &Log) -> Vec<Record> {
-        Recovered::new(log.words.clone(), None, SESSION).records().unwrap()
-    }
-
-    #[test]
-    fn the_old_half_stays_if_a_record_cannot_be_repeated() {
-        let log = with_room([2, 0]);
-        log.record(change(1));
-        log.record(change(2));
-        for _ in 0..2 {
-            let write_back = log.begin_write_back();
-            log.repeat(change(1));
-            assert!(log.end_write_back(write_back, true).survives, "no change was lost");
-            assert!(!log.is_incomplete());
-            assert_eq!(records(&log), [change(1), change(2)]);
-        }
-        // Now the file has all changes.
-        assert!(log.end_write_back(log.begin_write_back(), true).survives);
-        assert_eq!(records(&log), []);
-    }
-
-    /// A change may rely on an earlier one, so no record follows a lost one.
-    #[test]
-    fn records_after_a_lost_one_count_only_when_its_change_is_in_the_file() {
-        let log = with_room([1, 4]);
-        log.record(change(1));
-        log.record(change(2));
-        let _ = log.begin_write_back();
-        log.record(change(3));
-        assert_eq!(records(&log), [change(1)]);
-        let resumed = Log::over(log.words.clone(), None, SESSION);
-        assert_eq!(records(&resumed), [change(1)], "the next server goes on after them");
-        assert!(log.is_incomplete());
-        let log = with_room([1, 4]);
-        log.record(change(1));
-        log.record(change(2));
-        let again = log.begin_write_back();
-        log.record(change(3));
-        assert!(log.end_write_back(again, true).survives);
-        assert_eq!((log.is_incomplete(), records(&log)), (false, vec![change(3)]));
-    }
-
-    /// The file has the lost change, and a replay would name the cluster that the change freed.
-    #[test]
-    fn a_change_that_is_lost_during_a_write_back_releases_no_cluster() {
-        let of = |value: u64| Record { key: Key::Cluster(1), value: [value << 16, 0] };
-        let log = with_room([1, 1]);
-        log.record(of(1));
-        log.end_write_back(log.begin_write_back(), false);
-        log.record(of(2));
-        let write_back = log.begin_write_back();
-        log.record(of(3));
-        let ended = log.end_write_back(write_back, true);
-        assert_eq!(records(&log), [of(2)]);
-        assert_eq!(ended, Ended { survives: true, may_release: false });
-        let ended = log.end_write_back(log.begin_write_back(), true);
-        assert_eq!(ended, Ended { survives: true, may_release: true });
-        assert_eq!((log.is_incomplete(), records(&log)), (false, Vec::new()));
-        // The same in a half that the write-back began.
-        let log = with_room([1, 1]);
-        let write_back = log.begin_write_back();
-        log.record(of(1));
-        log.record(of(2));
-        let ended = log.end_write_back(write_back, true);
-        assert_eq!((ended.may_release, records(&log)), (false, vec![of(1)]));
-    }
-
-    /// A journal that never has space must not keep freed clusters for ever.
-    #[test]
-    fn a_log_without_records_does_not_keep_clusters_that_lost_changes_freed() {
-        let log = full();
-        let write_back = log.begin_write_back();
-        log.record(change(1));
-        let ended = log.end_write_back(write_back, true);
-        assert_eq!(ended, Ended { survives: true, may_release: true });
-        assert_eq!(records(&log), []);
-    }
-
-    /// A stale record would be replayed over the change in the file.
-    #[test]
-    fn an_earlier_value_of_a_lost_change_is_dropped_before_the_log_is_complete() {
-        let of = |value: u64| Record { key: Key::Cluster(1), value: [value << 16, 0] };
-        let log = with_room([1, 1]);
-        log.record(of(1));
-        log.end_write_back(log.begin_write_back(), false);
-        log.record(of(2));
-        log.record(of(3));
-        assert_eq!(records(&log), [of(1), of(2)]);
-        // A change during the write-back has no record either.
-        let write_back = log.begin_write_back();
-        log.record(of(4));
-        assert!(log.end_write_back(write_back, true).survives);
-        assert_eq!((log.is_incomplete(), records(&log)), (true, Vec::new()));
-        log.record(of(5));
-        assert_eq!(records(&log), []);
-        assert!(log.end_write_back(log.begin_write_back(), true).survives);
-        assert_eq!((log.is_incomplete(), records(&log)), (false, Vec::new()));
-        // If the old half must stay, the change does not survive a death.
-        log.record(of(6));
-        log.record(of(7));
-        let write_back = log.begin_write_back();
-        log.record(change(8));
-        log.repeat(change(9));
-        assert!(!log.end_write_back(write_back, true).survives);
-        assert!(log.is_incomplete());
-    }
-}
+mod tests;

@@ -65,6 +65,8 @@ pub enum SafetyMode {
     /// Nothing more: changed metadata are lost with the process until the next flush.
     #[default]
     Off,
+    /// As `Off`. The caller only finds out whether the image opens, and reads no data of the disk.
+    Unread,
     /// Metadata are durable before a request that changes them is answered.
     Flush,
     /// Changed metadata are in a journal.
@@ -75,7 +77,8 @@ pub enum SafetyMode {
 #[derive(Clone, Debug, Default)]
 pub struct CrashSafety {
     pub mode: SafetyMode,
-    /// Where journals are. `None`: the store of commands ([`JournalStore::of_commands`]).
+    /// Where journals are. `None`: the store of commands ([`JournalStore::of_commands`]), in which
+    /// no journal begins unless the image has been claimed there.
     pub store: Option<JournalStore>,
 }
 
@@ -91,6 +94,9 @@ pub struct ImageSafety {
 #[derive(Clone, Debug)]
 struct JournalPlace {
     store: Option<JournalStore>,
+    /// The store in which [`ImageSafety::claim`] has looked. Clones share it. The end of the
+    /// journal runs on a reactor, which must not look for a folder.
+    claimed: Arc<OnceLock<JournalStore>>,
     image: ImageKey,
 }
 
@@ -98,7 +104,10 @@ impl CrashSafety {
     /// Returns the setting for one image. `image` is `None` for storage that is no file of this
     /// host: such an image has no journal.
     pub fn of(&self, image: Option<ImageKey>) -> ImageSafety {
-        let place = image.map(|image| JournalPlace { store: self.store.clone(), image });
+        let place = image.map(|image| {
+            let (store, claimed) = (self.store.clone(), Arc::default());
+            JournalPlace { store, claimed, image }
+        });
         let safety = ImageSafety { mode: self.mode, place };
         if safety.place.is_none() { safety.without_journal() } else { safety }
     }
@@ -118,8 +127,12 @@ pub(crate) fn missing(place: &str) -> ImageError {
 }
 
 /// Checks the mark of an image that is opened only for reading. A pending journal is a warning, or
-/// an error below an overlay that is written to.
-pub fn pending(marked: Option<&Session>, is_below_writer: bool) -> Result<(), ImageError> {
+/// an error below an overlay that is written to. There is no warning if the caller reads no data.
+pub fn pending(
+    marked: Option<&Session>,
+    is_below_writer: bool,
+    safety: &ImageSafety,
+) -> Result<(), ImageError> {
     match marked.is_some_and(Session::may_be_of_this_boot) {
         false => Ok(()),
         true if is_below_writer => Err(ImageError::refused(
@@ -129,6 +142,7 @@ pub fn pending(marked: Option<&Session>, is_below_writer: bool) -> Result<(), Im
              apply them first (blockyard image check --repair leaks), or give them up (blockyard \
              image check --discard-journal)",
         )),
+        true if safety.mode == SafetyMode::Unread => Ok(()),
         true => {
             tracing::warn!(
                 "a server has the image in use, or died while it had: changes in its journal are \
@@ -154,7 +168,7 @@ impl ImageSafety {
     /// Returns the journal that a dead server has left for an image with this mark, whatever the
     /// mode. Removes a journal that is out of date. `None`: there is nothing to replay.
     pub fn claim(&self, marked: Option<Session>) -> Result<Option<Recovered>, ImageError> {
-        let Some(JournalPlace { store, image }) = &self.place else { return Ok(None) };
+        let Some(JournalPlace { store, claimed, image }) = &self.place else { return Ok(None) };
         if marked.is_none() && !self.wants_journal() {
             return Ok(None);
         }
@@ -170,6 +184,7 @@ impl ImageSafety {
                 };
             }
         };
+        let store = claimed.get_or_init(|| store);
         let marked = marked.filter(|session| session.boot == store.boot());
         let found = store.find_marked(image, marked).map_err(refuse)?;
         match (marked, found) {
@@ -192,11 +207,10 @@ impl ImageSafety {
         }
     }
 
-    /// Returns the store and the image's key.
-    fn place(&self) -> Option<(JournalStore, ImageKey)> {
-        let JournalPlace { store, image } = self.place.as_ref()?;
-        let of_commands = || JournalStore::of_commands().ok().flatten();
-        Some((store.clone().or_else(of_commands)?, *image))
+    /// Returns the store and the image's key. Makes no system call, because reactors call it.
+    fn place(&self) -> Option<(&JournalStore, &ImageKey)> {
+        let JournalPlace { store, claimed, image } = self.place.as_ref()?;
+        Some((store.as_ref().or_else(|| claimed.get())?, image))
     }
 }
 
@@ -239,7 +253,7 @@ impl Journal {
             return Err(StoreError::Held);
         }
         let (store, image) = self.safety.place().ok_or(StoreError::None)?;
-        let log = store.create(&image)?;
+        let log = store.create(image)?;
         if self.is_late() {
             // The answers to earlier changes still wait for a flush.
             log.lack_earlier();
@@ -366,7 +380,7 @@ impl Journal {
         }
         self.failed.store(true, Ordering::Release);
         match self.safety.place() {
-            Some((store, image)) => store.remove(&image),
+            Some((store, image)) => store.remove(image),
             None => Ok(()),
         }
     }
@@ -415,6 +429,36 @@ mod tests {
         journal.fail(&"the header cannot be written");
         journal.record(Record { key: Key::Cluster(1), value: [1 << 16, 0] });
         assert!(!found(&store).has_changes());
+    }
+
+    /// The server that replayed the journal has no store of its own.
+    #[test]
+    fn a_journal_ends_in_the_store_in_which_it_was_claimed() {
+        let store = MemoryStore::default();
+        let journal = Journal::new(safety(&store), None);
+        let session = journal.begin().unwrap();
+        journal.set_marked();
+        journal.record(Record { key: Key::Cluster(1), value: [1 << 16, 0] });
+        let own = CrashSafety::default().of(Some(IMAGE));
+        let place = own.place.as_ref().unwrap();
+        place.claimed.set(store.clone().into()).unwrap();
+        let left = JournalStore::from(store.clone()).find_marked(&IMAGE, Some(session)).unwrap();
+        let next = Journal::new(own.clone(), left.map(Recovered::resume));
+        next.finish();
+        next.end().unwrap();
+        assert!(store.is_empty());
+        assert!(next.must_flush());
+    }
+
+    /// A journal that is claimed again, such as after a resize, has the same store.
+    #[test]
+    fn a_claim_is_known_to_all_clones() {
+        let store = MemoryStore::default();
+        let (one, none) = (safety(&store), ImageSafety::default());
+        let other = one.clone();
+        assert!(one.claim(None).unwrap().is_none());
+        assert!(other.place.as_ref().unwrap().claimed.get().is_some());
+        assert!(none.claim(None).unwrap().is_none());
     }
 
     #[test]

@@ -21,6 +21,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_ring::SharedWords;
 use rustix::fs::{AtFlags, OFlags, StatxFlags};
+use serde::{Deserialize, Serialize};
 
 use super::log::{self, Log, Session};
 use super::record::words_of;
@@ -41,9 +42,11 @@ const NOT_IN_MEMORY: &str = "it is not on tmpfs: a journal must be in memory, so
                              clears it; name another folder (--state-folder)";
 
 /// Identity of an image's file: a copy of the file at the same path has another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Deserialize, Serialize)]
 pub struct ImageKey {
+    /// Number of the device that has the file, or of the block device itself.
     pub device: u64,
+    /// 0: a block device.
     pub inode: u64,
     /// Time of birth in nanoseconds; 0: unknown.
     pub born: u64,
@@ -52,8 +55,18 @@ pub struct ImageKey {
 impl ImageKey {
     /// Returns the identity of an open file or block device.
     pub fn of(file: impl AsFd) -> io::Result<Self> {
+        Self::found(file, AtFlags::EMPTY_PATH)
+    }
+
+    /// Like [`ImageKey::of`], as the kernel knows it. Does not wait for a server of the file
+    /// system.
+    pub fn as_known(file: impl AsFd) -> io::Result<Self> {
+        Self::found(file, AtFlags::EMPTY_PATH | AtFlags::STATX_DONT_SYNC)
+    }
+
+    fn found(file: impl AsFd, flags: AtFlags) -> io::Result<Self> {
         let mask = StatxFlags::BASIC_STATS | StatxFlags::BTIME;
-        let stat = rustix::fs::statx(file, c"", AtFlags::EMPTY_PATH, mask)?;
+        let stat = rustix::fs::statx(file, c"", flags, mask)?;
         let device = |major: u32, minor: u32| u64::from(major) << 32 | u64::from(minor);
         if stat.stx_rdev_major != 0 {
             let device = device(stat.stx_rdev_major, stat.stx_rdev_minor);
@@ -66,6 +79,13 @@ impl ImageKey {
             inode: stat.stx_ino,
             born: if known { born } else { 0 },
         })
+    }
+
+    /// Returns whether two identities may be of the same file. A file system may not know the time
+    /// of birth.
+    pub fn may_be(&self, other: &Self) -> bool {
+        let is_born_then = self.born == other.born || self.born == 0 || other.born == 0;
+        (self.device, self.inode) == (other.device, other.inode) && is_born_then
     }
 
     /// Returns whether this is the number of a block device. The host uses it again for another
@@ -158,11 +178,18 @@ impl StateFolder {
             return Err(refuse(NOT_IN_MEMORY));
         }
         match std::fs::DirBuilder::new().mode(0o700).create(&path) {
-            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => {
-                return Err(failed("creating it")(e));
-            }
-            _ => {}
+            Err(e) if e.kind() != io::ErrorKind::AlreadyExists => Err(failed("creating it")(e)),
+            _ => Self::open_existing(path),
         }
+    }
+
+    /// Opens the folder, which exists.
+    fn open_existing(path: PathBuf) -> Result<Self, StoreError> {
+        let failed = |operation| {
+            let path = path.clone();
+            move |error| StoreError::Io { path, operation, error }
+        };
+        let refuse = |what: &str| StoreError::Unusable { path: path.clone(), what: what.into() };
         let folder = std::fs::symlink_metadata(&path).map_err(failed("finding its owner"))?;
         let user = rustix::process::geteuid().as_raw();
         if !folder.is_dir() {
@@ -401,7 +428,7 @@ impl JournalStore {
         match std::fs::metadata(&path) {
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(error) => Err(StoreError::Io { path, operation: "finding it", error }),
-            Ok(_) => StateFolder::open(path).map(|folder| Some(folder.into())),
+            Ok(_) => StateFolder::open_existing(path).map(|folder| Some(folder.into())),
         }
     }
 

@@ -17,6 +17,7 @@ use super::long::{Duty, LongRequests, is_long};
 use super::lookup_cache::LookupCache;
 use crate::SECTOR;
 use crate::extent::{BackingLayers, BlockStatus, Extent, LookupResult, Place};
+use crate::qcow2::IncompleteCluster;
 use crate::sync::epoch::{Epoch, EpochGuard, Participant};
 
 /// Smallest and largest granule of the lookup cache, in bytes.
@@ -222,7 +223,7 @@ impl Image {
     /// much memory, or that the flush at the request's end would take long.
     async fn bound_freed(&self) -> io::Result<()> {
         match self.top() {
-            Layer::Qcow2(image) if image.has_many_freed() => image.flush(&self.backing()).await,
+            Layer::Qcow2(image) if image.has_many_freed() => self.flush_for_space().await,
             _ => Ok(()),
         }
     }
@@ -232,8 +233,17 @@ impl Image {
     /// released.
     async fn give_space_back(&self) -> io::Result<()> {
         match self.top() {
-            Layer::Qcow2(image) if image.owes_space() => image.flush(&self.backing()).await,
+            Layer::Qcow2(image) if image.owes_space() => self.flush_for_space().await,
             _ => Ok(()),
+        }
+    }
+
+    /// Flushes for a request that asked for no flush. A partial cluster of another request does not
+    /// fail it: the guest's next flush reports that cluster.
+    async fn flush_for_space(&self) -> io::Result<()> {
+        match self.flush().await {
+            Err(e) if IncompleteCluster::is_in(&e) => Ok(()),
+            flushed => flushed,
         }
     }
 

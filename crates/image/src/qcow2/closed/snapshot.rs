@@ -10,7 +10,7 @@ use super::change::OfflineChange;
 use crate::error::ImageError;
 use crate::qcow2::encoding::bytes::{be64, put64};
 use crate::qcow2::encoding::entry::{COPIED, EntryFormat, L1Entry};
-use crate::qcow2::encoding::file::read_l1;
+use crate::qcow2::encoding::file::{length, read_l1};
 use crate::qcow2::encoding::header::{AUTOCLEAR_KNOWN, Header, MAX_L1_BYTES, MAX_SNAPSHOTS};
 use crate::qcow2::encoding::snapshot_table::{self, Snapshot};
 use crate::raw::Raw;
@@ -131,6 +131,12 @@ pub async fn show(file: &Raw, header: &mut Header, name: &str) -> Result<(), Ima
     header.size = snapshot.disk_size.unwrap_or(header.size);
     if header.l1_needed(header.size) > u64::from(snapshot.l1_size) {
         let what = format!("its L1 table is too short for a disk of {} bytes", header.size);
+        return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, what));
+    }
+    // Bytes behind the end read as zeroes, so a truncated image would show an empty disk.
+    let end = snapshot.l1_offset.saturating_add(u64::from(snapshot.l1_size) * 8);
+    if end > length(file).await? {
+        let what = "its L1 table ends beyond the end of the file: the file is truncated";
         return Err(ImageError::invalid("qcow2 snapshot", snapshot.l1_offset, what));
     }
     (header.l1_offset, header.l1_size) = (snapshot.l1_offset, snapshot.l1_size);

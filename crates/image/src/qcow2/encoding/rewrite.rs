@@ -49,7 +49,8 @@ pub(in crate::qcow2) async fn rewrite(
 }
 
 /// Replaces `old` by `new` by one write of the first sector, without a sync. Returns false, and
-/// changes nothing, if they differ in more than the first sector or in length.
+/// changes nothing, if they differ in more than the first sector or in length, or if the name of
+/// the backing file is in the way.
 pub(in crate::qcow2) async fn rewrite_first_sector(
     file: &Raw,
     old: &Header,
@@ -57,7 +58,9 @@ pub(in crate::qcow2) async fn rewrite_first_sector(
 ) -> Result<bool, ImageError> {
     let (before, after) = (old.serialize_without_name()?, new.serialize_without_name()?);
     let beyond = |bytes: &[u8]| bytes.get(SECTOR_BYTES..).unwrap_or_default().to_vec();
-    if before.len() != after.len() || beyond(&before) != beyond(&after) {
+    // The name may bound the extensions of a crafted header, without the end marker of `after`.
+    let is_in_the_way = old.backing.is_some() && old.backing_offset < after.len() as u64;
+    if before.len() != after.len() || beyond(&before) != beyond(&after) || is_in_the_way {
         return Ok(false);
     }
     let io = |what| move |e| ImageError::io(STRUCTURE, 0, what, e);

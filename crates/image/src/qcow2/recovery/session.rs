@@ -153,3 +153,50 @@ impl Qcow2 {
         journal.end().map_err(|e| ImageError::io(STRUCTURE, None, "removing", e))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use blockyard_ring::Segments;
+    use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
+
+    use super::*;
+    use crate::Alignment;
+    use crate::extent::NoBacking;
+    use crate::journal::{CrashSafety, ImageKey, MemoryStore, SafetyMode};
+    use crate::qcow2::encoding::bytes::{self, put64};
+    use crate::qcow2::{CreateOptions, Qcow2Options, create};
+
+    /// In a crafted header the name of the backing file follows the extensions at once, without an
+    /// end marker.
+    #[test]
+    fn the_mark_does_not_overwrite_the_name_of_the_backing_file() {
+        let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
+        let test = async move {
+            let raw = || Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
+            let backing = Some(("base.raw".into(), "raw".into()));
+            let options = CreateOptions { backing, ..CreateOptions::new(1 << 20) };
+            create(&raw(), None, &options).await.unwrap();
+            let mut header = Header::read(&raw()).await.unwrap();
+            let mark = Extension { kind: EXTENSION_JOURNAL, data: vec![0; LENGTH] };
+            header.extensions.push(mark);
+            let mut area = header.serialize().unwrap();
+            let marker = header.serialize_without_name().unwrap().len() - 8;
+            area.drain(marker..marker + 8);
+            put64(&mut area, 8, marker as u64);
+            bytes::write(&raw(), 0, &area).await.unwrap();
+
+            let header = Header::read(&raw()).await.unwrap();
+            assert_eq!(header.backing.as_deref(), Some("base.raw"));
+            let store = Some(MemoryStore::default().into());
+            let key = ImageKey { device: 1, inode: 2, born: 3 };
+            let safety = CrashSafety { mode: SafetyMode::Journal, store }.of(Some(key));
+            let options = Qcow2Options { safety, ..Qcow2Options::default() };
+            let image = Qcow2::open(header, raw(), None, &options).await.unwrap();
+            image.write(&NoBacking, Segments::from_bytes(&[1; 512]), 0).await.1.unwrap();
+            let header = Header::read(&raw()).await.unwrap();
+            assert!(header.session().is_some());
+            assert_eq!(header.backing.as_deref(), Some("base.raw"));
+        };
+        Sim::new(1).block_on(test).unwrap();
+    }
+}

@@ -193,7 +193,9 @@ impl Allocator {
             match state.table.get(block as usize) {
                 Some(&offset) if offset != 0 => return Some((block, offset)),
                 // This range has no refcount block: skip it.
-                _ => state.hint = (block + 1) * per_block,
+                Some(_) => state.hint = (block + 1) * per_block,
+                // No later range has one, however long a sparse file is.
+                None => state.hint = state.end,
             }
         }
         None

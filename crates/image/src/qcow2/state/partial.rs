@@ -3,11 +3,16 @@
 //! To complete a cluster takes more operations than to copy its rest at once. So clusters are
 //! partial only if that pays: many are written between two flushes, or later writes add parts.
 //!
-//! Invariant: at most [`DEFERRED`] bytes of clusters are partial, and none becomes partial during a
-//! flush.
+//! A cluster that could not be completed is **stuck**. Each flush tries it again. Requests do not,
+//! because each attempt may take long, except requests that need this cluster.
+//!
+//! Invariants
+//! - At most [`DEFERRED`] bytes of clusters are partial, and none becomes partial during a flush.
+//! - A cluster is noted here before any other request can see its partial entry. So a flush misses
+//!   no cluster with answered writes.
 
 use std::collections::BTreeSet;
-use std::ops::Bound;
+use std::ops::{Bound, Range};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -59,7 +64,9 @@ impl Drop for Completing<'_> {
 
 #[derive(Debug, Default)]
 struct State {
+    /// Partial clusters that are not stuck.
     clusters: BTreeSet<u64>,
+    stuck: BTreeSet<u64>,
     /// Requests complete the clusters from here on, in the order of the disk.
     next: u64,
 }
@@ -73,15 +80,25 @@ impl PartialClusters {
         self.clusters.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Notes that a cluster is partial now, or no longer.
+    /// Notes that a cluster will be partial at once, or is no longer. The caller holds the cluster.
+    /// While a cluster has a partial entry, it is among these.
     pub fn set(&self, cluster: u64, is_partial: bool) {
         let mut state = self.state();
+        state.stuck.remove(&cluster);
         if is_partial {
             state.clusters.insert(cluster);
         } else {
             state.clusters.remove(&cluster);
         }
-        self.count.store(state.clusters.len(), Ordering::Release);
+        self.count.store(state.clusters.len() + state.stuck.len(), Ordering::Release);
+    }
+
+    /// Notes that a cluster could not be completed.
+    pub fn set_stuck(&self, cluster: u64) {
+        let mut state = self.state();
+        if state.clusters.remove(&cluster) {
+            state.stuck.insert(cluster);
+        }
     }
 
     pub fn count(&self) -> usize {
@@ -150,7 +167,20 @@ impl PartialClusters {
     }
 
     pub fn all(&self) -> Vec<u64> {
+        let state = self.state();
+        state.clusters.union(&state.stuck).copied().collect()
+    }
+
+    /// Returns the clusters that are not stuck.
+    pub fn not_stuck(&self) -> Vec<u64> {
         self.state().clusters.iter().copied().collect()
+    }
+
+    /// Returns the partial clusters of a range, also those that are stuck.
+    pub fn within(&self, range: Range<u64>) -> Vec<u64> {
+        let state = self.state();
+        let sets = [&state.clusters, &state.stuck];
+        sets.into_iter().flat_map(|set| set.range(range.clone())).copied().collect()
     }
 
     /// Returns the next clusters that a request completes.
@@ -182,6 +212,21 @@ mod tests {
         );
         partial.set(7, false);
         assert_eq!((partial.next(2), partial.count(), partial.all()), (vec![9], 3, vec![3, 5, 9]));
+    }
+
+    #[test]
+    fn requests_leave_out_stuck_clusters_that_they_do_not_need() {
+        let partial = PartialClusters::default();
+        [3, 5, 7].into_iter().for_each(|cluster| partial.set(cluster, true));
+        // Cluster 4 was completed meanwhile.
+        [4, 5].into_iter().for_each(|cluster| partial.set_stuck(cluster));
+        assert_eq!((partial.next(9), partial.not_stuck()), (vec![3, 7], vec![3, 7]));
+        assert_eq!((partial.all(), partial.count()), (vec![3, 5, 7], 3), "a flush tries all");
+        assert_eq!((partial.within(4..7), partial.within(8..9)), (vec![5], vec![]));
+        partial.set(5, false);
+        assert_eq!((partial.all(), partial.count()), (vec![3, 7], 2));
+        partial.set(5, true);
+        assert_eq!(partial.not_stuck(), [3, 5, 7], "it is partial again");
     }
 
     /// Returns how many of `new` clusters may be partial before a flush.

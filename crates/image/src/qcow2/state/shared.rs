@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
@@ -60,6 +61,12 @@ impl Shape {
     #[inline]
     pub fn cluster(&self, offset: u64) -> u64 {
         offset >> self.layout.cluster_bits
+    }
+
+    /// Returns the guest clusters of a range of the disk. `len` is more than 0.
+    #[inline]
+    pub fn clusters(&self, offset: u64, len: u64) -> Range<u64> {
+        self.cluster(offset)..self.cluster(offset + len - 1) + 1
     }
 
     /// Returns the slice that maps a guest cluster, and the index of the cluster's entry in the

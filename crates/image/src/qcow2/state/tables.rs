@@ -54,6 +54,9 @@ pub struct Slice {
     changes: AtomicU64,
     /// Whether the slice differs from the file. Then it is in the list of dirty slices.
     dirty: AtomicBool,
+    /// Whether it differs in more than partial entries, which no write-back puts into the file.
+    /// Changed under the lock of the map.
+    unwritten: AtomicBool,
     /// Whether a copy of the slice is being written to the file.
     writing: AtomicBool,
     /// Whether the slice was evicted from the map. A reactor that still has it must look in the map
@@ -75,6 +78,7 @@ impl Slice {
             partial,
             changes,
             dirty: no(),
+            unwritten: no(),
             writing: no(),
             retired: no(),
             used,
@@ -131,6 +135,11 @@ impl Slice {
             word => word,
         };
         self.words.iter().flat_map(|w| word(w).to_be_bytes()).collect()
+    }
+
+    /// Returns an entry as a write-back puts it into the file.
+    fn in_file(&self, entry: Entry) -> Entry {
+        if !self.extended && is_partial(entry.word) { Entry::default() } else { entry }
     }
 
     fn has_partial(&self) -> bool {
@@ -317,6 +326,9 @@ impl L2SliceCache {
                 self.record(&slice, index, new);
                 slice.set(index, new);
                 changed = true;
+                if slice.in_file(old) != slice.in_file(new) {
+                    slice.unwritten.store(true, Ordering::Relaxed);
+                }
             }
         }
         if changed && !slice.dirty.swap(true, Ordering::AcqRel) {
@@ -335,12 +347,22 @@ impl L2SliceCache {
         self.state().dirty.len()
     }
 
+    /// Returns whether the file lacks changes of a slice, apart from partial entries. The caller
+    /// excludes a write-back in progress.
+    pub fn is_unwritten(&self, number: u64) -> bool {
+        match self.state().map.get(&number) {
+            Some(Slot::Ready(slice)) => slice.unwritten.load(Ordering::Relaxed),
+            _ => false,
+        }
+    }
+
     /// Copies all dirty slices. The caller returns the copies with [`L2SliceCache::written`].
     pub fn take_changes(&self) -> Vec<SliceCopy> {
         let mut state = self.state();
         let taken = std::mem::take(&mut state.dirty);
         let copy = |slice: Arc<Slice>| {
             slice.writing.store(true, Ordering::Release);
+            slice.unwritten.store(false, Ordering::Relaxed);
             slice.dirty.store(slice.has_partial(), Ordering::Release);
             if slice.has_partial() {
                 self.record_partial(&slice);
@@ -367,7 +389,11 @@ impl L2SliceCache {
         let mut state = self.state();
         for SliceCopy { slice, .. } in copies {
             slice.writing.store(false, Ordering::Release);
-            if !ok && !slice.dirty.swap(true, Ordering::AcqRel) {
+            if ok {
+                continue;
+            }
+            slice.unwritten.store(true, Ordering::Relaxed);
+            if !slice.dirty.swap(true, Ordering::AcqRel) {
                 state.dirty.push(slice.clone());
             }
         }

@@ -17,6 +17,7 @@
 
 use std::collections::BTreeSet;
 use std::io;
+use std::ops::Range;
 use std::sync::atomic::Ordering;
 
 use blockyard_storage::Storage;
@@ -76,10 +77,15 @@ impl Qcow2 {
     }
 
     /// Completes partial clusters if there are too many, and then does
-    /// [`Qcow2::relieve_metadata`]. The caller must hold no guest cluster.
-    pub(super) async fn relieve<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+    /// [`Qcow2::relieve_metadata`]. If no journal has the changes, it does [`Qcow2::protect`]
+    /// instead. `clusters`: those of the request. The caller must hold no guest cluster.
+    pub(super) async fn relieve<B: BackingLayers>(
+        &self,
+        backing: &B,
+        clusters: Range<u64>,
+    ) -> io::Result<()> {
         if self.shared.journal.must_flush() {
-            return self.flush(backing).await;
+            return self.protect(backing, clusters).await;
         }
         // If a cluster cannot be completed, that is no error of this request. The next flush
         // reports it.
@@ -89,38 +95,96 @@ impl Qcow2 {
         }
         // A slice with a partial cluster stays dirty.
         if self.is_dirty() && !self.shared.partial.is_completing() {
-            let _ = self.complete_all(backing).await;
+            let _ = self.complete_not_stuck(backing).await;
         }
-        self.relieve_metadata().await
+        // The journal may have become full meanwhile.
+        match self.relieve_recorded().await? {
+            true => Ok(()),
+            false => self.protect(backing, clusters).await,
+        }
     }
 
-    /// Makes metadata durable that another request has changed and not flushed yet. Without a
-    /// journal a request that relied on such an entry would be lost with the process, too. The
+    /// Makes the entries of a request's clusters outlive the process, because the image has no
+    /// journal, or the journal lacks changes. Fails if one of these clusters stays partial and no
+    /// journal has its entry. If another cluster stays partial, only the next flush fails. The
     /// caller must hold no guest cluster.
+    async fn protect<B: BackingLayers>(&self, backing: &B, clusters: Range<u64>) -> io::Result<()> {
+        let (journal, partial) = (&self.shared.journal, &self.shared.partial);
+        for attempt in 0..ATTEMPTS {
+            // A stuck cluster delays the request only if the journal has no space for its entry.
+            let others = match attempt {
+                0 => self.complete_not_stuck(backing).await,
+                _ => self.complete_all(backing).await,
+            };
+            let own = self.complete_within(backing, clusters.clone()).await;
+            let _permit = self.shared.writing_back.acquire().await;
+            // A cluster that is completed from now on may be too late for this write-back.
+            let is_partial = !partial.within(clusters.clone()).is_empty();
+            let survives = self.write_back_once(true).await?;
+            // If no flush is needed now, the journal has the entries of all partial clusters.
+            if survives && (!is_partial || !journal.must_flush()) {
+                return Ok(());
+            }
+            match own {
+                // There is no journal, or it has been removed.
+                Err(e) if survives && !journal.is_incomplete() => return Err(e),
+                _ if !survives && attempt > 0 && others.is_err() => break,
+                _ => {}
+            }
+        }
+        Err(no_space())
+    }
+
+    /// Does [`Qcow2::protect`] for a request that has changed no entry, unless the file has the
+    /// entries of its clusters. Another request may have changed them and may not have put them
+    /// into the file yet. The caller must hold no guest cluster.
     #[cold]
-    pub(super) async fn settle<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+    pub(super) async fn settle<B: BackingLayers>(
+        &self,
+        backing: &B,
+        clusters: Range<u64>,
+    ) -> io::Result<()> {
         // A write-back that runs may have taken the changes, and may fail.
         let permit = self.shared.writing_back.acquire().await;
-        let is_settled = self.shared.tables.dirty() == 0
-            && lock(&self.shared.l1).dirty.is_empty()
-            && !self.shared.journal.is_incomplete();
+        let is_settled = !self.shared.journal.is_incomplete() && self.is_in_file(clusters.clone());
         drop(permit);
-        if is_settled { Ok(()) } else { self.flush(backing).await }
+        if is_settled { Ok(()) } else { self.protect(backing, clusters).await }
+    }
+
+    /// Returns whether the file has the entries of guest clusters. The caller holds the permit of
+    /// `writing_back`.
+    fn is_in_file(&self, clusters: Range<u64>) -> bool {
+        let (shape, last) = (self.shape(), clusters.end - 1);
+        let mut slices = shape.slice(clusters.start).0..=shape.slice(last).0;
+        let tables = shape.table(clusters.start) as usize..=shape.table(last) as usize;
+        self.shared.partial.within(clusters).is_empty()
+            && lock(&self.shared.l1).dirty.range(tables).next().is_none()
+            && !slices.any(|number| self.shared.tables.is_unwritten(number))
     }
 
     /// Writes metadata back if so much is dirty that too little can be evicted. The written
     /// metadata are not durable on return. The caller must hold no guest cluster.
     pub(super) async fn relieve_metadata(&self) -> io::Result<()> {
-        if self.is_relieved() {
+        if self.relieve_recorded().await? {
             return Ok(());
+        }
+        let _permit = self.shared.writing_back.acquire().await;
+        self.write_back(true).await
+    }
+
+    /// Like [`Qcow2::relieve_metadata`], but only if a journal has the changes. Returns false if
+    /// they must be durable before an answer instead.
+    async fn relieve_recorded(&self) -> io::Result<bool> {
+        if self.is_relieved() {
+            return Ok(true);
         }
         let _permit = self.shared.writing_back.acquire().await;
         let (journal, alloc) = (&self.shared.journal, &self.shared.alloc);
         if journal.must_flush() {
-            return self.write_back(true).await;
+            return Ok(false);
         }
         let many = self.shared.tables.dirty() > self.dirty_limit() || alloc.is_crowded();
-        if many || journal.is_long() { self.write_back(false).await } else { Ok(()) }
+        if many || journal.is_long() { self.write_back_once(false).await } else { Ok(true) }
     }
 
     fn is_relieved(&self) -> bool {

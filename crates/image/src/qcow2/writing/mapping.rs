@@ -28,22 +28,33 @@ impl Qcow2 {
         change: impl Fn(Entry) -> Entry,
     ) -> io::Result<Entry> {
         let (number, index) = self.shape().slice(cluster);
+        let is_partial = |entry: Entry| self.is_partial(entry);
+        // Another request that sees a partial entry may be answered and flushed at once. So the
+        // flush must find the cluster before that, and this runs before the entry is visible. A
+        // flush that finds the cluster too early waits for the caller's lock of it.
+        let noting = |old: Entry| {
+            let new = change(old);
+            match (is_partial(old), is_partial(new)) {
+                (false, true) => self.shared.partial.set(cluster, true),
+                (true, true) => self.shared.partial.added(),
+                (_, false) => {}
+            }
+            new
+        };
         loop {
-            if let Some((old, new)) = self.shared.tables.update(number, index, &change) {
-                self.note_partial(cluster, old, new);
+            if let Some((old, new)) = self.shared.tables.update(number, index, noting) {
+                // After the entry is visible, because a flush must find the cluster until then.
+                if is_partial(old) && !is_partial(new) {
+                    self.shared.partial.set(cluster, false);
+                }
                 return Ok(old);
             }
             self.load(cluster << self.shape().layout.cluster_bits).await?;
         }
     }
 
-    fn note_partial(&self, cluster: u64, old: Entry, new: Entry) {
-        let partial = |entry: Entry| !self.shape().layout.extended_l2 && is_partial(entry.word);
-        match (partial(old), partial(new)) {
-            (false, false) => {}
-            (true, true) => self.shared.partial.added(),
-            (_, is_partial) => self.shared.partial.set(cluster, is_partial),
-        }
+    fn is_partial(&self, entry: Entry) -> bool {
+        !self.shape().layout.extended_l2 && is_partial(entry.word)
     }
 
     /// Like [`Qcow2::change`], for `count` entries from cluster `first` on; `change` gets the index

@@ -21,7 +21,9 @@
 //!   (`state/partial.rs`), and none becomes partial during a flush. So a flush ends soon, also if
 //!   other clients write all the time.
 //! - A cluster that cannot be completed stays partial, and loses nothing. The flush fails with
-//!   [`IncompleteCluster`] after it has made everything else durable.
+//!   [`IncompleteCluster`] after it has made everything else durable. Other requests go on. A write
+//!   to the cluster itself fails too if only memory has the cluster's entry, because the image has
+//!   no journal (any more).
 //! - The missing parts come from the layers below this image. An image is opened without them only
 //!   when no cluster is partial.
 
@@ -39,6 +41,7 @@ use crate::extent::BackingLayers;
 
 use crate::qcow2::encoding::entry::{Cluster, EntryFormat, L2Entry, PARTS};
 use crate::qcow2::reading::view::Qcow2;
+use crate::qcow2::state::partial::PartialClusters;
 use crate::qcow2::state::tables::Entry;
 
 /// Structure that errors name.
@@ -116,13 +119,36 @@ impl Qcow2 {
     /// Completes all clusters that are partial now. Returns the first error, after all others are
     /// completed. The caller holds no cluster, and no permit of `writing_back`.
     pub(super) async fn complete_all<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.shared.partial.flushed();
+        self.complete_listed(backing, PartialClusters::all).await
+    }
+
+    /// Like [`Qcow2::complete_all`], without the clusters that could not be completed since the
+    /// last flush.
+    pub(super) async fn complete_not_stuck<B: BackingLayers>(&self, backing: &B) -> io::Result<()> {
+        self.complete_listed(backing, PartialClusters::not_stuck).await
+    }
+
+    /// Like [`Qcow2::complete_all`], for the partial clusters of a range.
+    pub(super) async fn complete_within<B: BackingLayers>(
+        &self,
+        backing: &B,
+        clusters: Range<u64>,
+    ) -> io::Result<()> {
+        self.complete_listed(backing, |partial| partial.within(clusters)).await
+    }
+
+    async fn complete_listed<B: BackingLayers>(
+        &self,
+        backing: &B,
+        list: impl FnOnce(&PartialClusters) -> Vec<u64>,
+    ) -> io::Result<()> {
         let partial = &self.shared.partial;
-        partial.flushed();
         if partial.count() == 0 {
             return Ok(());
         }
         let _completing = partial.completing();
-        let (all, began) = (partial.all(), Instant::now());
+        let (all, began) = (list(partial), Instant::now());
         let (count, failed) = (all.len(), RefCell::new(None));
         let each = all.into_iter().map(async |cluster| {
             if let Err(e) = self.complete_one(backing, cluster).await {
@@ -152,8 +178,10 @@ impl Qcow2 {
 
     async fn complete_one<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {
         let completed = self.complete_held(backing, cluster).await;
-        completed
-            .map_err(|source| io::Error::new(source.kind(), IncompleteCluster { cluster, source }))
+        completed.map_err(|source| {
+            self.shared.partial.set_stuck(cluster);
+            io::Error::new(source.kind(), IncompleteCluster { cluster, source })
+        })
     }
 
     async fn complete_held<B: BackingLayers>(&self, backing: &B, cluster: u64) -> io::Result<()> {
@@ -260,7 +288,99 @@ fn partial_entry(host: u64, parts: u16, layout: EntryFormat) -> Entry {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU64;
+
+    use blockyard_storage::Storage;
+    use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
+
     use super::*;
+    use crate::qcow2::{CreateOptions, Header, Qcow2Options, create};
+    use crate::{Alignment, Raw};
+
+    /// Backing layers of which not even the extents can be read.
+    struct Unreadable;
+
+    impl BackingLayers for Unreadable {
+        async fn read_backing(&self, segments: Segments, _: u64) -> (Segments, io::Result<()>) {
+            (segments, Err(io::ErrorKind::InvalidData.into()))
+        }
+
+        async fn backing_is_zero(&self, _: u64, _: u64) -> io::Result<bool> {
+            Err(io::ErrorKind::InvalidData.into())
+        }
+
+        fn exists(&self) -> bool {
+            true
+        }
+    }
+
+    /// A guest may repeat a failed write for ever.
+    #[test]
+    fn writes_that_fail_take_no_clusters() {
+        let config = SimConfig { allocates: true, ..SimConfig::new(1) };
+        let disk = SimDisk::new(SimImage::zeroed(0), config);
+        let test = async move {
+            let raw = || Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
+            create(&raw(), None, &CreateOptions::new(16 << 20)).await.unwrap();
+            let header = Header::read(&raw()).await.unwrap();
+            let image = Qcow2::open(header, raw(), None, &Qcow2Options::default()).await.unwrap();
+            let mut lengths = Vec::new();
+            for _ in 0..64 {
+                let written = image.write(&Unreadable, Segments::from_bytes(&[1; 4096]), 0).await;
+                assert_eq!(written.1.unwrap_err().kind(), io::ErrorKind::InvalidData);
+                lengths.push(raw().storage().len().await.unwrap());
+            }
+            lengths.dedup();
+            assert_eq!(lengths.len(), 1, "the file grows: {lengths:?}");
+        };
+        Sim::new(1).block_on(test).unwrap();
+    }
+
+    /// Another reactor that sees the entry may answer a write, and a flush of it.
+    #[test]
+    fn a_cluster_is_noted_before_its_partial_entry_is_visible() {
+        const CLUSTERS: u64 = 8192;
+        let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
+        let test = async move {
+            let raw = || Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
+            create(&raw(), None, &CreateOptions::new(CLUSTERS << 16)).await.unwrap();
+            let header = Header::read(&raw()).await.unwrap();
+            let image = Qcow2::open(header, raw(), None, &Qcow2Options::default()).await.unwrap();
+            image.own_table(0).await.unwrap();
+            for cluster in 0..CLUSTERS {
+                image.current_entry(cluster).await.unwrap();
+            }
+            let (shared, turn) = (image.shared.clone(), Arc::new(AtomicU64::new(0)));
+            let other = std::thread::spawn({
+                let turn = turn.clone();
+                move || {
+                    for cluster in 0..CLUSTERS {
+                        let (number, index) = shared.shape().slice(cluster);
+                        let slice = shared.tables.ready(number).unwrap();
+                        turn.store(cluster + 1, Ordering::Release);
+                        let mut looks = 0u32;
+                        while slice.get(index) == Entry::default() {
+                            looks += 1;
+                            match looks.is_multiple_of(4096) {
+                                true => std::thread::yield_now(),
+                                false => std::hint::spin_loop(),
+                            }
+                        }
+                        assert_eq!(shared.partial.within(cluster..cluster + 1), [cluster]);
+                    }
+                }
+            });
+            for cluster in 0..CLUSTERS {
+                while turn.load(Ordering::Acquire) <= cluster && !other.is_finished() {
+                    std::thread::yield_now();
+                }
+                image.change(cluster, |_| image.first_parts(1 << 20, 0, 0)).await.unwrap();
+            }
+            other.join().unwrap();
+        };
+        Sim::new(1).block_on(test).unwrap();
+    }
 
     #[test]
     fn missing_parts_are_the_others() {

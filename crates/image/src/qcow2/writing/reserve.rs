@@ -186,7 +186,7 @@ impl Qcow2 {
     /// `keep_space` the host allocates their space.
     async fn extend(&self, most: u64, keep_space: bool) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
-        let mut plan = self.plan_growth(most);
+        let mut plan = self.plan_growth(most)?;
         let (start, end) = (alloc.end(), plan.grown.end);
         plan.grown.fresh = !self.file.is_device() && alloc.is_untouched(start);
         if end << bits >= MAX_OFFSET {
@@ -227,11 +227,13 @@ impl Qcow2 {
     }
 
     /// Plans an extension of the file: a new refcount table if the old one is full, new refcount
-    /// blocks, and clusters.
-    fn plan_growth(&self, most: u64) -> Growth {
+    /// blocks, and clusters. Fails if the table would be too large, before it takes memory: a
+    /// crafted image can be a sparse file of any length.
+    fn plan_growth(&self, most: u64) -> io::Result<Growth> {
         let alloc = &self.shared.alloc;
         let (start, mut table) = (alloc.end(), alloc.table());
         let cluster = self.shape().cluster_size();
+        let largest = LARGEST_TABLE / cluster;
         let (mut used, mut new_table) = (Vec::new(), None);
         let mut end = start + most;
         // Each round may need more refcount blocks, for the blocks of the previous round. The
@@ -240,13 +242,17 @@ impl Qcow2 {
             let (_, missing) = alloc.beyond_the_end(end - start);
             let entries = missing.last().map_or(0, |last| last + 1);
             if entries as usize > table.len() {
-                let clusters = (entries * 3 / 2 * 8).div_ceil(cluster);
+                let clusters = (entries * 3 / 2 * 8).div_ceil(cluster).min(largest);
+                if entries > clusters * cluster / 8 {
+                    let what = "the file is too large for a refcount table of 8 MiB";
+                    return Err(ImageError::refused("qcow2 refcount table", what).into());
+                }
                 table.resize((clusters * cluster / 8) as usize, 0);
                 new_table = Some(clusters);
             }
             let wanted = start + most + missing.len() as u64 + new_table.unwrap_or(0);
             if wanted <= end {
-                return Growth::lay_out(
+                return Ok(Growth::lay_out(
                     start,
                     end,
                     table,
@@ -254,7 +260,7 @@ impl Qcow2 {
                     new_table,
                     &mut used,
                     self.shape().layout.cluster_bits,
-                );
+                ));
             }
             end = wanted;
         }
@@ -289,10 +295,6 @@ impl Qcow2 {
     async fn write_new_counts(&self, plan: &Growth) -> io::Result<()> {
         let (bits, alloc) = (self.shape().layout.cluster_bits, &self.shared.alloc);
         let Some(tables) = plan.grown.used.first() else { return Ok(()) };
-        if plan.table_at.is_some_and(|(_, clusters)| clusters << bits > LARGEST_TABLE) {
-            let what = "the file is too large for a refcount table of 8 MiB";
-            return Err(ImageError::refused("qcow2 refcount table", what).into());
-        }
         // The new refcount blocks are contiguous.
         for some in plan.blocks.chunks((WRITTEN_TOGETHER >> bits).max(1)) {
             let counts: Vec<u8> =
@@ -409,5 +411,37 @@ impl Growth {
             has_space: false,
         };
         Growth { grown, blocks, table_at }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_ring::Segments;
+    use blockyard_storage::sim::{Sim, SimConfig, SimDisk, SimImage};
+
+    use super::*;
+    use crate::extent::NoBacking;
+    use crate::qcow2::{CreateOptions, Header, Qcow2Options, create};
+    use crate::{Alignment, Raw};
+
+    /// Its refcount table would take terabytes.
+    #[test]
+    fn a_crafted_file_of_great_length_does_not_grow() {
+        const LENGTH: u64 = 1 << 54;
+        let disk = SimDisk::new(SimImage::zeroed(0), SimConfig::new(1));
+        let test = async move {
+            let raw = || Raw::on(disk.clone(), Alignment { memory_align: 1, offset_align: 1 });
+            let options = CreateOptions { cluster_size: 512, ..CreateOptions::new(1 << 20) };
+            create(&raw(), None, &options).await.unwrap();
+            raw().storage().set_len(LENGTH).await.unwrap();
+            let header = Header::read(&raw()).await.unwrap();
+            let image = Qcow2::open(header, raw(), None, &Qcow2Options::default()).await.unwrap();
+            // One refcount block has room for 256 clusters.
+            let bytes = Segments::from_bytes(&[1; 256 * 512]);
+            let error = image.write(&NoBacking, bytes, 0).await.1.unwrap_err().to_string();
+            assert!(error.contains("too large for a refcount table"), "{error}");
+            assert_eq!(raw().storage().len().await.unwrap(), LENGTH);
+        };
+        Sim::new(1).block_on(test).unwrap();
     }
 }

@@ -74,7 +74,8 @@ impl Qcow2 {
             WriteStep::InPlace { len: all, host } if all == len => {
                 let (segments, mut result) = self.data_file().write(segments, host, false).await;
                 if result.is_ok() && self.shared.journal.must_flush() {
-                    result = Box::pin(self.settle(backing)).await;
+                    let clusters = self.shape().clusters(offset, len);
+                    result = Box::pin(self.settle(backing, clusters)).await;
                 }
                 (segments, result)
             }
@@ -117,7 +118,7 @@ impl Qcow2 {
             }
         });
         join::all(PIECES, work).await?;
-        self.relieve(backing).await
+        self.relieve(backing, self.shape().clusters(offset, segments.len() as u64)).await
     }
 
     /// Decides what to do at `offset`, and for how many bytes.
@@ -362,10 +363,18 @@ impl Qcow2 {
             && backing.may_defer()
             && !self.shared.journal.must_flush();
         let part = match shape.part().filter(|_| may_defer) {
-            Some(part) if !self.is_zero_around(backing, offset, end).await? => {
-                Some(part).filter(|_| self.shared.partial.admits(shape.cluster_size()))
-            }
-            _ => None,
+            Some(part) => match self.is_zero_around(backing, offset, end).await {
+                Ok(true) => None,
+                Ok(false) => {
+                    Some(part).filter(|_| self.shared.partial.admits(shape.cluster_size()))
+                }
+                Err(e) => {
+                    // Nothing is written yet.
+                    self.shared.alloc.put_back(run);
+                    return Err(e);
+                }
+            },
+            None => None,
         };
         let unit = if whole { shape.cluster_size() } else { part.unwrap_or(shape.unit) };
         let (from, to) = (offset - offset % unit, end.next_multiple_of(unit));
@@ -392,7 +401,9 @@ impl Qcow2 {
                 Some(_) => self.first_parts(word & OFFSET_MASK, a, b),
                 None => Entry { word, bitmap: bitmap(old) },
             };
-            let old = self.change(cluster, new).await?;
+            let done = cluster - first;
+            let unnamed = Run { start: run.start + done, count: run.count - done, ..run };
+            let old = self.change(cluster, new).await.inspect_err(|_| self.abandon(unnamed))?;
             self.let_go(old);
         }
         Ok(end - offset)

@@ -161,16 +161,15 @@ impl Qcow2 {
         if len == 0 || wish == ZeroRequest::Discard {
             return Ok(());
         }
+        let clusters = self.shape().clusters(offset, len);
         if self.is_zero(backing, offset, len).await? {
             let must_flush = self.shared.journal.must_flush();
-            return if must_flush { self.settle(backing).await } else { Ok(()) };
+            return if must_flush { self.settle(backing, clusters).await } else { Ok(()) };
         }
-        let shape = self.shape();
-        let hold =
-            self.shared.held.hold(shape.cluster(offset)..shape.cluster(offset + len - 1) + 1).await;
+        let hold = self.shared.held.hold(clusters.clone()).await;
         self.zero_held(backing, offset, len).await?;
         drop(hold);
-        self.relieve(backing).await
+        self.relieve(backing, clusters).await
     }
 
     async fn wipe_units<B: BackingLayers>(
@@ -191,7 +190,8 @@ impl Qcow2 {
                 continue;
             }
             let stop = end.min((first + HELD) << bits);
-            let hold = self.shared.held.hold(first..shape.cluster(stop - 1) + 1).await;
+            let clusters = shape.clusters(at, stop - at);
+            let hold = self.shared.held.hold(clusters.clone()).await;
             while at < stop {
                 let cluster = shape.cluster(at);
                 let here = stop.min((cluster + 1) << bits);
@@ -199,7 +199,7 @@ impl Qcow2 {
                 at = here;
             }
             drop(hold);
-            self.relieve(backing).await?;
+            self.relieve(backing, clusters).await?;
             if at < end {
                 // This loop never waits if all metadata are cached, and the range may be long. So
                 // yield.
@@ -372,7 +372,8 @@ impl Qcow2 {
                 at = stop;
                 continue;
             }
-            let hold = self.shared.held.hold(shape.cluster(at)..shape.cluster(stop - 1) + 1).await;
+            let clusters = shape.clusters(at, stop - at);
+            let hold = self.shared.held.hold(clusters.clone()).await;
             while at < stop {
                 let Some(extent) = self.try_lookup(at, stop - at) else {
                     self.load(at).await?;
@@ -389,7 +390,7 @@ impl Qcow2 {
                 at += extent.len;
             }
             drop(hold);
-            self.relieve(backing).await?;
+            self.relieve(backing, clusters).await?;
         }
         Ok(())
     }

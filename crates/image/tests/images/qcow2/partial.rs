@@ -1,11 +1,16 @@
 //! Partial clusters: the rest of a new cluster is copied by a flush, not by the first write.
 
+use std::io::ErrorKind;
 use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use blockyard_image::journal::{CrashSafety, ImageKey, JournalStore, MemoryStore, SafetyMode};
-use blockyard_image::{ChainOptions, Extent, Image, IncompleteCluster, Place};
+use blockyard_image::journal::{
+    CrashSafety, ImageKey, JournalStore, MemoryStore, SafetyMode, StateFolder,
+};
+use blockyard_image::tools::discard_journal;
+use blockyard_image::{ChainOptions, Extent, Format, Image, IncompleteCluster, Place};
 use blockyard_nbd::wire::{Headers, cmd, errno};
 use blockyard_ring::Segments;
 
@@ -149,10 +154,20 @@ const BAD: u64 = CLUSTER + 8 * PART;
 
 /// Makes an overlay of a backing image that fails reads of [`BAD`] while `is_bad` is true.
 fn failing(name: &str, is_bad: &Arc<AtomicBool>) -> (Server, Scratch, Model, ChainOptions) {
+    failing_at(name, is_bad, &[BAD])
+}
+
+/// Like [`failing`], for reads of several offsets.
+fn failing_at(
+    name: &str,
+    is_bad: &Arc<AtomicBool>,
+    bad: &'static [u64],
+) -> (Server, Scratch, Model, ChainOptions) {
     let fails = is_bad.clone();
     let answer = move |_, request: &_, disk: &mut _| {
         let blockyard_nbd::wire::Request { command, offset, len, cookie, .. } = *request;
-        let is_hit = command == cmd::READ && (offset..offset + len).contains(&BAD);
+        let is_read = |at: &u64| (offset..offset + len).contains(at);
+        let is_hit = command == cmd::READ && bad.iter().any(is_read);
         let fails = is_hit && fails.load(Ordering::SeqCst);
         Some(if fails { simple(errno::EIO, cookie) } else { good(request, disk) })
     };
@@ -238,6 +253,117 @@ fn a_cluster_that_cannot_be_completed_loses_nothing() {
         image.flush().await.unwrap();
         assert_eq!(found(&image, CLUSTER).await, (true, CLUSTER));
         is_bad.store(false, Ordering::SeqCst);
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+    });
+}
+
+async fn fails(image: &Image, offset: u64, bytes: &[u8]) -> std::io::Error {
+    image.write(Segments::from_bytes(bytes), offset).await.1.unwrap_err()
+}
+
+/// systemd removes the journals of a user at the end of the last session. From then on the file
+/// must have the entry of each answered write. It cannot have the entry of a partial cluster.
+#[test]
+fn without_its_journal_an_image_takes_writes_beside_a_cluster_that_cannot_be_completed() {
+    let is_bad = Arc::new(AtomicBool::new(true));
+    let (_server, scratch, mut model, options) = failing("removed", &is_bad);
+    let folder = PathBuf::from(format!("/dev/shm/blockyard-removed-{}", std::process::id()));
+    let store = Some(StateFolder::open(&folder).unwrap().into());
+    let crash_safety = CrashSafety { mode: SafetyMode::Journal, store };
+    let safe = ChainOptions { crash_safety, ..options.clone() };
+    let model = on_image_with(&safe, async move |image| {
+        let part = [9; PART as usize];
+        write(&image, &mut model, 4 * CLUSTER, &[7; CLUSTER as usize]).await;
+        image.write(Segments::from_bytes(&part), CLUSTER).await.1.unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+        // This flush notes that the journal is gone.
+        assert!(IncompleteCluster::is_in(&image.flush().await.unwrap_err()));
+        // A new cluster, a cluster that the file has, and zeroes in part of a cluster and in a
+        // whole one.
+        write(&image, &mut model, 6 * CLUSTER + 512, &part).await;
+        write(&image, &mut model, 4 * CLUSTER + PART, &part).await;
+        for (offset, len) in [(7 * CLUSTER + 512, PART), (8 * CLUSTER, CLUSTER)] {
+            image.write_zeroes(offset, len, true).await.unwrap();
+            model.0[offset as usize..][..len as usize].fill(0);
+        }
+        // A part with data, another part, and bytes of a part.
+        for (offset, len) in [(0, PART), (PART, PART), (3 * PART + 512, 512)] {
+            let error = fails(&image, CLUSTER + offset, &vec![8; len as usize]).await;
+            assert!(IncompleteCluster::is_in(&error), "{error}");
+        }
+        assert!(IncompleteCluster::is_in(&image.flush().await.unwrap_err()));
+        model
+    });
+    is_bad.store(false, Ordering::SeqCst);
+    // The server died. What it had answered before the journal was removed is lost.
+    assert!(discard_journal(&scratch.path("a.qcow2"), Format::Qcow2).unwrap());
+    on_image_with(&options, async move |image| {
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+    });
+}
+
+/// The journal keeps the record of the partial cluster, and so also older records. A replay would
+/// put them over a change that has no record.
+#[test]
+fn a_full_journal_answers_no_write_that_a_replay_would_undo() {
+    let is_bad = Arc::new(AtomicBool::new(true));
+    let (_server, _scratch, mut model, options) = failing("unprotected", &is_bad);
+    // Room for the L2 table and for one cluster.
+    let store = Some(MemoryStore::with_room([2, 0]).into());
+    let crash_safety = CrashSafety { mode: SafetyMode::Journal, store };
+    let options = ChainOptions { crash_safety, ..options };
+    let (heals, part) = (is_bad.clone(), [9; PART as usize]);
+    let model = on_image_with(&options, async move |image| {
+        write(&image, &mut model, CLUSTER, &part).await;
+        let error = fails(&image, 3 * CLUSTER, &part).await;
+        assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
+        heals.store(false, Ordering::SeqCst);
+        write(&image, &mut model, 3 * CLUSTER, &part).await;
+        model
+    });
+    on_image_with(&options, async move |image| {
+        check(&image, &model, 0, SIZE as usize).await;
+        image.close().await.unwrap();
+    });
+}
+
+/// The journal's new half has space for the record of one partial cluster, and two cannot be
+/// completed. As soon as one is left, all writes go on.
+#[test]
+fn a_full_journal_recovers_beside_a_cluster_that_cannot_be_completed() {
+    const OTHER_BAD: u64 = BAD + 4 * CLUSTER;
+    let is_bad = Arc::new(AtomicBool::new(true));
+    let (_server, _scratch, mut model, options) =
+        failing_at("recovers", &is_bad, &[BAD, OTHER_BAD]);
+    // Room for the L2 table and for two clusters.
+    let store = Some(MemoryStore::with_room([3, 1]).into());
+    let crash_safety = CrashSafety { mode: SafetyMode::Journal, store };
+    let options = ChainOptions { crash_safety, ..options };
+    let part = [9; PART as usize];
+    let model = on_image_with(&options, async move |image| {
+        for cluster in [1, 5] {
+            write(&image, &mut model, cluster * CLUSTER, &part).await;
+        }
+        for _ in 0..2 {
+            let error = fails(&image, 3 * CLUSTER, &part).await;
+            assert_eq!(error.kind(), ErrorKind::StorageFull, "{error}");
+        }
+        // The guest overwrites what cannot be read of cluster 5.
+        write(&image, &mut model, OTHER_BAD, &part).await;
+        for cluster in [3, 7, 8] {
+            write(&image, &mut model, cluster * CLUSTER + PART, &part).await;
+        }
+        assert!(IncompleteCluster::is_in(&image.flush().await.unwrap_err()));
+        assert_eq!(found(&image, CLUSTER).await, (true, PART), "still partial");
+        // The failed writes have changed these bytes, and the flush has made them durable.
+        model.0[3 * CLUSTER as usize..][..PART as usize].copy_from_slice(&part);
+        model
+    });
+    is_bad.store(false, Ordering::SeqCst);
+    // The server died.
+    on_image_with(&options, async move |image| {
         check(&image, &model, 0, SIZE as usize).await;
         image.close().await.unwrap();
     });

@@ -117,6 +117,52 @@ fn an_invalid_directory_is_refused_and_nothing_is_written() {
     }
 }
 
+/// Offsets in the directory of the entries of [`image`].
+const ENTRIES: [usize; 2] = [0, 32];
+
+/// Changes the image's bitmap directory: sets bytes `at` of it.
+fn change_directory(path: &str, at: usize, to: &[u8]) {
+    let mut bytes = std::fs::read(path).unwrap();
+    let header = Header::parse(&bytes, u64::MAX).unwrap();
+    let at = header.bitmaps.unwrap().directory_offset as usize + at;
+    bytes[at..at + to.len()].copy_from_slice(to);
+    std::fs::write(path, bytes).unwrap();
+}
+
+fn remove(path: &str, name: &'static str) -> Result<(), blockyard_image::ImageError> {
+    on_file(path, move |raw| async move { edit::edit(&raw, name, &[Edit::Remove]).await })
+}
+
+#[test]
+fn bitmaps_that_are_wrong_can_be_removed_one_after_the_other() {
+    let scratch = Scratch::new("bitmap-odd");
+    let path = image(&scratch);
+    for entry in ENTRIES {
+        // No entries in its table.
+        change_directory(&path, entry + 8, &[0; 4]);
+    }
+    remove(&path, "records").unwrap();
+    remove(&path, "rests").unwrap();
+    assert!(listed(&path).is_empty());
+    // A new directory would lose the extra data of the other bitmap.
+    let path = image(&scratch);
+    change_directory(&path, ENTRIES[1] + 16, &[2]);
+    let error = remove(&path, "records").unwrap_err().to_string();
+    assert!(error.contains("\"rests\": its type 2 is not known"), "{error}");
+}
+
+/// The bits of a truncated image must not count as clear.
+#[test]
+fn a_table_behind_the_end_of_the_file_is_not_read() {
+    let scratch = Scratch::new("bitmap-cut");
+    let path = image(&scratch);
+    let read = || on_file(&path, |raw| async move { edit::read(&raw, "rests").await });
+    read().unwrap();
+    change_directory(&path, ENTRIES[1], &(1u64 << 30).to_be_bytes());
+    let error = read().unwrap_err().to_string();
+    assert!(error.contains("beyond the end of the file"), "{error}");
+}
+
 /// Each power cut leaves the old bitmaps or the new ones, and the disk unchanged.
 #[test]
 fn bitmaps_change_atomically_at_every_power_cut() {

@@ -1,12 +1,16 @@
 //! Resized and emptied images.
 
-use blockyard_image::ImageError;
-use blockyard_image::qcow2::Header;
+use std::sync::Arc;
+
+use blockyard_image::qcow2::bitmap::edit::{self, Edit};
 use blockyard_image::qcow2::bitmap::prepare_for_writing;
 use blockyard_image::qcow2::check::Repair;
 use blockyard_image::qcow2::empty::make_empty;
 use blockyard_image::qcow2::header::AUTOCLEAR_KNOWN;
 use blockyard_image::qcow2::resize::{Resize, grow_in_place, resize};
+use blockyard_image::qcow2::{Header, Preallocation};
+use blockyard_image::tools::{self, NewSize};
+use blockyard_image::{Chain, ChainOptions, ImageError};
 
 use super::cuts::{everywhere, guest, load, on_image, opened_sound};
 use super::peer::{Scratch, on_file, our_check, qemu_check, qemu_img, qemu_io, two_files};
@@ -183,11 +187,7 @@ fn a_resized_image_keeps_its_bitmaps_in_use() {
         qemu_img(&["create", "-q", "-f", "qcow2", "-o", &options, &path, first]);
         qemu_img(&["bitmap", "--add", "-g", granularity, &path, "daily"]);
         qemu_img(&["bitmap", "--add", "--disable", "-g", granularity, &path, "rests"]);
-        // Simulates a writer that does not update the bitmap.
-        on_file(&path, |raw| async move {
-            prepare_for_writing(&raw, &mut Header::read(&raw).await?, AUTOCLEAR_KNOWN).await
-        })
-        .unwrap();
+        mark(&path);
         for mib in sizes {
             let (what, size) = (format!("{cluster}, {first} to {mib} MiB"), mib * MIB);
             to(&path, Resize { size, shrink: true, below: 0 })
@@ -204,6 +204,81 @@ fn a_resized_image_keeps_its_bitmaps_in_use() {
         }
         sound(&path, "without bitmaps");
     }
+}
+
+/// Returns how many bitmaps of an image are in use, as QEMU lists them.
+fn in_use(path: &str) -> usize {
+    qemu_img(&["info", "--output=json", path]).matches("\"in-use\"").count()
+}
+
+/// Marks the bitmaps that record writes, as a server does before its first write.
+fn mark(path: &str) {
+    let marked = on_file(path, |raw| async move {
+        prepare_for_writing(&raw, &mut Header::read(&raw).await?, AUTOCLEAR_KNOWN).await
+    });
+    marked.unwrap();
+}
+
+/// The bits of each bitmap of the larger disk would take 256 MiB.
+#[test]
+fn bitmaps_in_use_take_no_memory_of_a_resize() {
+    let scratch = Scratch::new("resize-many");
+    let path = scratch.path("image.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", &path, "1M"]);
+    for name in ["1", "2", "3", "4", "5"] {
+        qemu_img(&["bitmap", "--add", "-g", "512", &path, name]);
+    }
+    mark(&path);
+    larger(&path, 1 << 40).unwrap();
+    sound(&path, "larger");
+    assert_eq!(in_use(&path), 5);
+    // QEMU would hold more than it accepts.
+    let error = larger(&path, 4 << 40).unwrap_err().to_string();
+    assert!(error.contains("512 MiB"), "{error}");
+    sound(&path, "refused");
+    assert_eq!(in_use(&path), 5);
+}
+
+/// QEMU refuses the whole image if the table of a bitmap has no entries. If the bitmap is not in
+/// use, it refuses one entry too.
+#[test]
+fn bitmaps_of_a_disk_without_bytes_are_in_use() {
+    let scratch = Scratch::new("resize-nothing");
+    let path = scratch.path("image.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", &path, "1M"]);
+    for name in ["daily", "rests"] {
+        qemu_img(&["bitmap", "--add", "--disable", &path, name]);
+    }
+    smaller(&path, 0).unwrap();
+    sound(&path, "no bytes");
+    assert_eq!(in_use(&path), 2);
+    let added = on_file(&path, |raw| async move {
+        edit::edit(&raw, "new", &[Edit::Add { granularity: None }]).await
+    });
+    let error = added.unwrap_err().to_string();
+    assert!(error.contains("a disk without a sector has no bitmaps"), "{error}");
+    larger(&path, 2 * MIB).unwrap();
+    sound(&path, "larger again");
+    assert_eq!(in_use(&path), 2);
+    // QEMU opens the image for writing.
+    qemu_img(&["bitmap", "--remove", &path, "daily"]);
+    sound(&path, "without one");
+    assert_eq!(in_use(&path), 1);
+}
+
+#[test]
+fn a_disk_without_bytes_grows_over_its_backing_file() {
+    let scratch = Scratch::new("resize-from-nothing");
+    let path = scratch.path("image.qcow2");
+    std::fs::write(scratch.path("base.raw"), vec![7; MIB as usize]).unwrap();
+    qemu_img(&["create", "-q", "-f", "qcow2", "-F", "raw", "-b", "base.raw", &path, "0"]);
+    let options = ChainOptions { only_locked: true, ..ChainOptions::new(&path) };
+    let chain = Arc::new(Chain::open(&options).unwrap());
+    let wanted = NewSize { size: 2 * MIB, shrink: false, preallocation: Preallocation::Off };
+    tools::resize(&chain, wanted).unwrap();
+    drop(chain);
+    sound(&path, "larger");
+    qemu_io(&path, &["read -P 0 0 2M"]);
 }
 
 #[test]

@@ -132,6 +132,24 @@ fn invalid_commands_are_refused_and_nothing_is_written() {
     sound(&path, "refused");
 }
 
+#[test]
+fn a_snapshot_without_its_table_is_not_shown_as_an_empty_disk() {
+    let scratch = Scratch::new("snapshot-truncated");
+    let path = scratch.path("image.qcow2");
+    qemu_img(&["create", "-q", "-f", "qcow2", &path, "1M"]);
+    qemu_io(&path, &["write -P 1 0 1M"]);
+    create(&path, "one").unwrap();
+    let snapshot = Some("one".into());
+    let options = ChainOptions { read_only: true, snapshot, ..ChainOptions::new(&path) };
+    drop(Chain::open(&options).unwrap());
+    // The first field of the snapshot is the offset of its L1 table.
+    let (mut bytes, header) = (std::fs::read(&path).unwrap(), header(&load(&path)).unwrap());
+    bytes[header.snapshots_offset as usize..][..8].copy_from_slice(&(1u64 << 40).to_be_bytes());
+    std::fs::write(&path, bytes).unwrap();
+    let error = Chain::open(&options).unwrap_err().to_string();
+    assert!(error.contains("beyond the end of the file"), "{error}");
+}
+
 /// Makes a small image with two snapshots; disk and snapshots differ.
 fn small(scratch: &Scratch, options: &str) -> SimImage {
     let path = scratch.path("image.qcow2");

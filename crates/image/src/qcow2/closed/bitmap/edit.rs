@@ -26,6 +26,7 @@ use crate::qcow2::encoding::header::{
 use crate::raw::Raw;
 
 const STRUCTURE: &str = "qcow2 bitmaps";
+const TABLE: &str = "qcow2 bitmap table";
 /// Maximum size of the bitmap data that a resize holds in memory, in bytes.
 const MOST_HELD: usize = 1 << 30;
 /// Table entry without a cluster: all bits that the entry stands for are set.
@@ -58,10 +59,19 @@ pub struct Bits {
     bytes: Vec<u8>,
 }
 
-/// A bitmap, with its bits if they must be written.
 struct LoadedBitmap {
     entry: BitmapEntry,
-    bits: Option<Bits>,
+    content: Content,
+}
+
+/// What a change writes of a bitmap.
+enum Content {
+    /// Nothing: its table and data stay.
+    Kept,
+    Bits(Bits),
+    /// A table with one empty entry, because the bits have no meaning. The bitmap is in use. QEMU
+    /// accepts a table of any length then, but at least one entry.
+    Nothing,
 }
 
 /// Applies the edits to the bitmap `name`, in this order and atomically. Durable on return.
@@ -89,39 +99,45 @@ pub async fn read(file: &Raw, name: &str) -> Result<Bits, ImageError> {
     Bits::read(file, &header, &set.0[at].entry).await
 }
 
-/// All bitmaps of an image, with the bits of those that are written again.
+/// All bitmaps of an image, and what is written of them.
 pub(in crate::qcow2) struct BitmapSet(Vec<LoadedBitmap>);
 
 impl BitmapSet {
     async fn load(file: &Raw, header: &Header) -> Result<Self, ImageError> {
         let Some(extension) = &header.bitmaps else { return Ok(BitmapSet(Vec::new())) };
         let (_, entries) = bitmap_directory::read(file, extension).await?;
-        Ok(BitmapSet(entries.into_iter().map(|entry| LoadedBitmap { entry, bits: None }).collect()))
+        let kept = |entry| LoadedBitmap { entry, content: Content::Kept };
+        Ok(BitmapSet(entries.into_iter().map(kept).collect()))
     }
 
     /// Loads all bitmaps of an image for a disk of `size` bytes. Bits of the new part are clear.
-    /// Bitmaps in use get clear bits and stay in use: their old bits have no meaning, and their old
-    /// tables may have any size. They are written again like the others, because the resize frees
-    /// the clusters of all bitmaps.
+    /// Bitmaps in use stay in use, without their bits. All are written again, because the resize
+    /// frees the clusters of all bitmaps.
+    ///
+    /// A disk without a sector leaves every bitmap in use: QEMU accepts no other bitmap of it, and
+    /// its own resize leaves them in use too.
     pub async fn resized(file: &Raw, header: &Header, size: u64) -> Result<Self, ImageError> {
         let mut set = Self::load(file, header).await?;
         let mut held_bytes = 0;
-        for at in 0..set.0.len() {
-            let held = &mut set.0[at];
+        for held in &mut set.0 {
             can_be_written(&held.entry, header)?;
-            let bits = if held.entry.flags & IN_USE != 0 {
-                Bits::new(size, held.entry.granularity_bits)?
-            } else {
-                let mut bits = Bits::read(file, header, &held.entry).await?;
-                bits.resize(size)?;
-                bits
-            };
+            if whole_sectors(size) == 0 {
+                held.entry.flags |= IN_USE;
+            }
+            if held.entry.flags & IN_USE != 0 {
+                // QEMU allocates its bits when it opens the image.
+                Bits::bytes_needed(size, held.entry.granularity_bits)?;
+                held.content = Content::Nothing;
+                continue;
+            }
+            let mut bits = Bits::read(file, header, &held.entry).await?;
+            bits.resize(size)?;
             held_bytes += bits.bytes.len();
             if held_bytes > MOST_HELD {
                 let what = "together they take more than 1 GiB of memory: remove some first";
                 return Err(ImageError::refused(STRUCTURE, what));
             }
-            held.bits = Some(bits);
+            held.content = Content::Bits(bits);
         }
         Ok(set)
     }
@@ -137,8 +153,8 @@ impl BitmapSet {
 
     /// Refuses a bitmap that cannot be trusted: one in use was not saved by its last writer.
     fn trusted(&self, at: usize, header: &Header) -> Result<(), ImageError> {
-        let LoadedBitmap { entry, bits } = &self.0[at];
-        if bits.is_none() {
+        let LoadedBitmap { entry, content } = &self.0[at];
+        if let Content::Kept = content {
             can_be_written(entry, header)?;
         }
         if entry.flags & IN_USE == 0 {
@@ -171,14 +187,16 @@ impl BitmapSet {
         match edit {
             Edit::Record(true) => held.entry.flags |= AUTO,
             Edit::Record(false) => held.entry.flags &= !AUTO,
-            Edit::Clear => held.bits = Some(Bits::new(header.size, held.entry.granularity_bits)?),
+            Edit::Clear => {
+                held.content = Content::Bits(Bits::new(header.size, held.entry.granularity_bits)?);
+            }
             Edit::Merge(source) => {
-                let mut bits = match held.bits.take() {
-                    Some(bits) => bits,
-                    None => Bits::read(file, header, &held.entry).await?,
+                let mut bits = match std::mem::replace(&mut held.content, Content::Nothing) {
+                    Content::Bits(bits) => bits,
+                    _ => Bits::read(file, header, &held.entry).await?,
                 };
                 bits.merge(source)?;
-                held.bits = Some(bits);
+                held.content = Content::Bits(bits);
             }
             Edit::Add { .. } | Edit::Remove => unreachable!("they are done above"),
         }
@@ -203,6 +221,9 @@ impl BitmapSet {
                 "the image has {MAX_BITMAPS} bitmaps, the most that are allowed"
             ));
         }
+        if whole_sectors(header.size) == 0 {
+            return refuse("a disk without a sector has no bitmaps: resize it first".into());
+        }
         let granularity = granularity.unwrap_or(header.cluster_size().clamp(4 << 10, 64 << 10));
         let granularity_bits = granularity.trailing_zeros() as u8;
         if !granularity.is_power_of_two() || !GRANULARITY_BITS.contains(&granularity_bits) {
@@ -222,7 +243,8 @@ impl BitmapSet {
             extra_len: 0,
             name: name.into(),
         };
-        self.0.push(LoadedBitmap { entry, bits: Some(Bits::new(header.size, granularity_bits)?) });
+        let content = Content::Bits(Bits::new(header.size, granularity_bits)?);
+        self.0.push(LoadedBitmap { entry, content });
         Ok(())
     }
 
@@ -230,8 +252,10 @@ impl BitmapSet {
     pub async fn store(mut self, change: OfflineChange<'_>) -> Result<(), ImageError> {
         let mut new = change.old.clone();
         let cluster = new.cluster_size();
-        for held in self.0.iter().filter(|held| held.bits.is_none()) {
-            can_be_written(&held.entry, &new)?;
+        for held in &self.0 {
+            if let Content::Kept = held.content {
+                can_be_kept(&held.entry)?;
+            }
         }
         let directory = bitmap_directory::encode(&self.entries()).len() as u64;
         if directory > MAX_BITMAP_DIRECTORY_BYTES {
@@ -240,15 +264,22 @@ impl BitmapSet {
                 "their directory would be larger than 64 MiB",
             ));
         }
-        let written = || self.0.iter().filter_map(|held| held.bits.as_ref());
-        let clusters: u64 = written().map(|bits| bits.clusters_needed(cluster)).sum();
+        let clusters: u64 = self.0.iter().map(|held| held.content.clusters_needed(cluster)).sum();
         let mut next = change.find_free(clusters + directory.div_ceil(cluster)).await?;
         for held in &mut self.0 {
-            if let Some(bits) = &held.bits {
-                held.entry.table_size = bits.parts(cluster).len() as u32;
-                held.entry.table_offset = next;
-                next = bits.write(&change, next, cluster).await?;
-            }
+            let (entries, end) = match &held.content {
+                Content::Kept => continue,
+                Content::Bits(bits) => {
+                    (bits.parts(cluster).len(), bits.write(&change, next, cluster).await?)
+                }
+                Content::Nothing => {
+                    change.write(TABLE, next, &[0; 8]).await?;
+                    (1, next + cluster)
+                }
+            };
+            held.entry.table_size = entries as u32;
+            held.entry.table_offset = next;
+            next = end;
         }
         let entries = self.entries();
         if entries.is_empty() {
@@ -272,29 +303,56 @@ impl BitmapSet {
     }
 }
 
-/// Refuses an entry that is not fully understood: rewriting it would change it.
-fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError> {
-    let is_lossy = entry.name.contains(char::REPLACEMENT_CHARACTER);
-    match entry.odd(header).or(is_lossy.then_some(OddBitmap::NotUtf8)) {
-        Some(what) => Err(ImageError::refused(
-            STRUCTURE,
-            format!("bitmap \"{}\": {what}: remove it first", entry.name),
-        )),
-        None => Ok(()),
+impl Content {
+    /// Returns the number of clusters that the table and the data need.
+    fn clusters_needed(&self, cluster: u64) -> u64 {
+        match self {
+            Content::Kept => 0,
+            Content::Bits(bits) => bits.clusters_needed(cluster),
+            Content::Nothing => 1,
+        }
     }
+}
+
+/// Refuses an entry that is not fully understood.
+fn can_be_written(entry: &BitmapEntry, header: &Header) -> Result<(), ImageError> {
+    entry.odd(header).map_or(Ok(()), |what| Err(refuse_odd(entry, what)))?;
+    can_be_kept(entry)
+}
+
+/// Refuses an entry that a new directory would change. Another bitmap can be removed although this
+/// one is wrong in other ways.
+fn can_be_kept(entry: &BitmapEntry) -> Result<(), ImageError> {
+    let what = match entry {
+        _ if entry.kind != DIRTY_TRACKING => OddBitmap::Kind(entry.kind),
+        _ if entry.extra_len > 0 => OddBitmap::Extra(entry.extra_len),
+        _ if entry.name.contains(char::REPLACEMENT_CHARACTER) => OddBitmap::NotUtf8,
+        _ => return Ok(()),
+    };
+    Err(refuse_odd(entry, what))
+}
+
+fn refuse_odd(entry: &BitmapEntry, what: OddBitmap) -> ImageError {
+    let what = format!("bitmap \"{}\": {what}: remove it first", entry.name);
+    ImageError::refused(STRUCTURE, what)
 }
 
 impl Bits {
     /// Returns a bitmap without set bits.
     fn new(size: u64, granularity_bits: u8) -> Result<Self, ImageError> {
-        let size = whole_sectors(size);
-        let len = size.div_ceil(1 << granularity_bits).div_ceil(8);
+        let len = Self::bytes_needed(size, granularity_bits)?;
+        Ok(Bits { granularity_bits, size: whole_sectors(size), bytes: vec![0; len as usize] })
+    }
+
+    /// Returns the size of the data of a bitmap. Fails if QEMU does not accept that size.
+    fn bytes_needed(size: u64, granularity_bits: u8) -> Result<u64, ImageError> {
+        let len = whole_sectors(size).div_ceil(1 << granularity_bits).div_ceil(8);
         if len > MAX_BITMAP_BYTES {
             let what =
                 "a bitmap of this granularity would be larger than 512 MiB: choose a larger one";
             return Err(ImageError::refused(STRUCTURE, what));
         }
-        Ok(Bits { granularity_bits, size, bytes: vec![0; len as usize] })
+        Ok(len)
     }
 
     async fn read(file: &Raw, header: &Header, entry: &BitmapEntry) -> Result<Self, ImageError> {
@@ -319,6 +377,9 @@ impl Bits {
         let table = bytes::read(file, entry.table_offset, entry.table_size as usize * 8).await;
         let table = table.map_err(|e| io(entry.table_offset, e))?;
         let end = file.storage().len().await.map_err(|e| io(0, e))?;
+        if entry.table_offset.saturating_add(table.len() as u64) > end {
+            return Err(invalid("its table ends beyond the end of the file".into()));
+        }
         for (index, part) in bits.bytes.chunks_mut(cluster).enumerate() {
             let word = be64(&table, index * 8);
             match word & OFFSET_MASK {
@@ -421,7 +482,7 @@ impl Bits {
             change.write("qcow2 bitmap data", next, &data).await?;
             next += cluster;
         }
-        change.write("qcow2 bitmap table", at, &table).await?;
+        change.write(TABLE, at, &table).await?;
         Ok(next)
     }
 }

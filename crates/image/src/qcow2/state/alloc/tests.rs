@@ -81,3 +81,20 @@ fn no_run_without_clusters_is_put_back() {
     assert_eq!(alloc.take(5).map(|run| (run.start, run.count)), Some((7, 2)));
     assert!(alloc.take(1).is_none());
 }
+
+/// A crafted image can be a sparse file of any length.
+#[test]
+fn the_search_for_free_clusters_ends_with_the_last_refcount_block() {
+    let table = vec![1 << 16, 0, 2 << 16, 0, 0];
+    let alloc = Allocator::new(16, RefcountWidth::new(4), table, u64::MAX >> 16, None);
+    let mut found = Vec::new();
+    while let Some((block, offset)) = alloc.block_to_search() {
+        found.push((block, offset));
+        // All clusters of the block are in use.
+        alloc.loaded(block, vec![1; 1 << 16], 0);
+        assert!(!alloc.reserve_in(block, 1));
+    }
+    assert_eq!(found, [(0, 1 << 16), (2, 2 << 16)]);
+    let hint = alloc.state().hint;
+    assert_eq!(hint, alloc.end(), "it looks at no range behind the table");
+}
