@@ -8,9 +8,12 @@ import fcntl, os, struct, sys
 BLOCK = 64 << 10
 FREED = (1 << 64) - 1
 base, store, table = (os.path.abspath(os.environ[name]) for name in ("BASE", "STORE", "TABLE"))
-blocks, rest = divmod(os.lseek(os.open(base, os.O_RDONLY), 0, os.SEEK_END), BLOCK)
+size, room = (os.lseek(os.open(name, os.O_RDONLY), 0, os.SEEK_END) for name in (base, store))
+blocks, rest = divmod(size, BLOCK)
 if rest:
     sys.exit(f"{base} is no multiple of {BLOCK} bytes: make it one, with truncate -s %{BLOCK}")
+if room < size:
+    sys.exit(f"{store} is smaller than {base}: make it as large, with truncate -s {size}")
 file = os.open(table, os.O_RDWR)
 fcntl.flock(file, fcntl.LOCK_EX)  # the program of a dead server may still write it
 entries = os.pread(file, blocks * 8, 0).ljust(blocks * 8, b"\0")

@@ -1,7 +1,7 @@
 //! A disk before it is served.
 
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Mutex, PoisonError};
 use std::time::Duration;
 
 use blockyard_disk::OnEnospc;
@@ -10,6 +10,9 @@ use blockyard_image::{ChainOptions, Format};
 use blockyard_sched::{Knobs, Limit};
 use blockyard_storage::CacheMode;
 use blockyard_storage::target::Target;
+
+/// Most queues of a disk, because a message of vhost-user has one byte for the number of a queue.
+const MOST_QUEUES: u16 = 256;
 
 /// What the disk contains.
 pub(crate) enum Content {
@@ -120,9 +123,9 @@ impl Disk {
         self
     }
 
-    /// Sets the number of queues of vhost-user, ublk and Xen.
+    /// Sets the number of queues of vhost-user, ublk and Xen: 1 to 256. Default: 1.
     pub fn queues(mut self, queues: u16) -> Self {
-        self.queues = queues.max(1);
+        self.queues = queues.clamp(1, MOST_QUEUES);
         self
     }
 
@@ -195,20 +198,33 @@ impl Disk {
 
 /// Returns how the changed metadata of an image survive the death of this process.
 fn crash_safety(image: &Path) -> CrashSafety {
-    static STORE: OnceLock<Option<JournalStore>> = OnceLock::new();
+    static STORE: Mutex<Option<JournalStore>> = Mutex::new(None);
     if !matches!(Format::of_name(image), Some(Format::Qcow2 | Format::Cow)) {
         return CrashSafety::default(); // It has no metadata.
     }
-    let store = STORE.get_or_init(|| match StateFolder::open(StateFolder::default_path()) {
-        Ok(folder) => Some(folder.into()),
-        Err(e) => {
-            tracing::warn!(
-                "{e}; without journals, qcow2 and COW images lose answered writes that are not \
-                 flushed if this process dies (BLOCKYARD_STATE_FOLDER names another folder)"
-            );
-            None
+    let mut store = STORE.lock().unwrap_or_else(PoisonError::into_inner);
+    if store.is_none() {
+        // A folder that could not be used may be there for the next image.
+        match StateFolder::open(StateFolder::default_path()) {
+            Ok(folder) => *store = Some(folder.into()),
+            Err(e) => tracing::warn!(
+                "image {}: {e}; without a journal, it loses answered writes that are not flushed \
+                 if this process dies (BLOCKYARD_STATE_FOLDER names another folder)",
+                image.display()
+            ),
         }
-    });
+    }
     let mode = if store.is_some() { SafetyMode::Journal } else { SafetyMode::Off };
     CrashSafety { mode, store: store.clone() }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_number_of_queues_has_bounds() {
+        let queues = |number| Disk::image("a", "a.img").queues(number).queues;
+        assert_eq!([0, 1, 256, 257, u16::MAX].map(queues), [1, 1, 256, 256, 256]);
+    }
 }

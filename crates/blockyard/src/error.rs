@@ -3,7 +3,7 @@
 use std::fmt;
 
 use blockyard_storage::target::TargetError;
-use blockyard_yard::YardError;
+use blockyard_yard::{Obstacle, YardError};
 
 /// Kinds of errors that callers distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -84,8 +84,37 @@ impl From<YardError> for Error {
             YardError::NotFound { disk } => {
                 format!("no disk is called \"{disk}\": `Yard::disks` returns the names")
             }
+            YardError::NotFlushed { disk, .. } => format!(
+                "disk \"{disk}\": the image could not be flushed now, and no write is lost: the \
+                 next flush tries again. The log has why. If requests wait for space on the host, \
+                 free some, and call `Yard::resume`"
+            ),
+            YardError::Stays { disk, why: Obstacle::WaitsForSpace } => format!(
+                "disk \"{disk}\" cannot be handed over: requests wait for space on the host: free \
+                 some, and call `Yard::resume`"
+            ),
             _ => error.to_string(),
         };
         Error::new(kind, what, error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_advise_calls_of_the_library() {
+        let disk = || "a".to_string();
+        let remedy = "Its requests wait for space on the host: free some, then `ctl resume`";
+        let (why, space) = (Obstacle::WaitsForSpace, "call `Yard::resume`");
+        for (error, advice) in [
+            (YardError::NotFound { disk: disk() }, "`Yard::disks` returns the names"),
+            (YardError::NotFlushed { disk: disk(), remedy }, space),
+            (YardError::Stays { disk: disk(), why }, space),
+        ] {
+            let error = Error::from(error).to_string();
+            assert!(error.ends_with(advice) && !error.contains("ctl"), "{error}");
+        }
     }
 }

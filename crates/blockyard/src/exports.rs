@@ -53,6 +53,8 @@ impl One {
                 };
                 let settings = Arc::new(Settings::default());
                 let server = Server::start(listener, &address, settings, reactors.clone())?;
+                // A program may serve disk after disk, each on an address of its own.
+                servers.retain(|_, server| server.strong_count() > 0);
                 servers.insert(address, Arc::downgrade(&server));
                 server
             }

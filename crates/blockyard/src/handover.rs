@@ -20,6 +20,8 @@
 //! - Until `Serves` this process has copies of all that it has given. If the next one fails or dies
 //!   before, this one serves the disks again after the next one has closed them, or has ended.
 //! - A target is open in one process at a time.
+//! - The program of an `exec:` image notices nothing: its connection and its process move. It
+//!   answers one process at a time, the next one after `Serves`.
 //! - Each wait has a limit, but for the end of a process that was killed, and for requests in
 //!   flight at a disk that is served again.
 
@@ -39,9 +41,11 @@ use serde::{Deserialize, Serialize};
 use crate::disk::{Disk, Export};
 
 /// Version of the messages. A change that the other side would misread needs a new number.
-const FORMAT: u32 = 1;
+const FORMAT: u32 = 2;
 /// Kind of the parcel that has what the disk itself carries over.
 const CARRIED: &str = "carried";
+/// Kind of the parcel that has the program of an `exec:` image.
+const PROGRAM: &str = "program";
 /// Longest wait for a message of the other process. Opening a target may take long.
 const MESSAGE_TIME: Duration = Duration::from_secs(60);
 

@@ -1,17 +1,22 @@
 //! Runs a target on simulated disks, cuts their power at random moments, and checks what is left.
 //!
-//! The rules that it checks are those of [`Map`], [`Device`] and the crate's documentation:
+//! The rules that it checks are those of the guide (`docs/own-target.md`):
 //!
-//! - A read returns what was written last, also while other requests run.
+//! - The target opens, at first and after each power cut.
+//! - A read returns what was written last, or what is written meanwhile. Each request has an
+//!   answer, and succeeds.
 //! - After a power cut each sector holds its last flushed or durable write, or a later one.
-//! - The target opens after each power cut.
+//! - Zeroes are a write of zeroes. A discarded sector holds zeroes or what it held before, also
+//!   after a flush.
 //!
 //! With [`PowerCuts::errors`] operations of the files fail, too:
 //!
-//! - A request may fail after that, and only then.
+//! - A request may fail if an operation of a file has failed since the disk is served.
 //! - A write that fails leaves each of its sectors old or new, and no other sector.
-//! - A flush that fails promises nothing: each sector that no flush covers is old or new. Reads
-//!   that overlap such a flush are not checked.
+//! - A flush that fails promises nothing: each sector that no flush covers is old or new.
+//! - A sync of a file that fails loses data before the target hears of it. A read that overlaps
+//!   the flush, or the change, in which the sync fails may find either. Only such reads are not
+//!   checked.
 //! - The disk is served again after errors, without a power cut and with one. It holds all that was
 //!   durable before, and what later flushes cover.
 //!
@@ -25,7 +30,7 @@ use std::rc::Rc;
 use blockyard_ring::Segments;
 use blockyard_storage::Storage;
 use blockyard_storage::sim::{
-    Oracle, Power, Rng, Sim, SimConfig, SimDisk, SimHandle, SimImage, pattern,
+    OpKind, Oracle, Phase, Power, Rng, Sim, SimConfig, SimDisk, SimHandle, SimImage, Trace, pattern,
 };
 use blockyard_storage::target::{Direct, Mapped};
 
@@ -65,8 +70,12 @@ pub struct Broken {
 }
 
 impl PowerCuts {
-    /// Begins with a disk of this shape that holds zeroes, and no files.
+    /// Begins with a disk of this shape that holds zeroes, and no files. All of it is in memory.
+    /// Panics if no disk has this shape.
     pub fn of(shape: Shape) -> Self {
+        let Shape { size, granule } = shape;
+        let is_unit = granule.is_power_of_two() && (SECTOR..=4 << 20).contains(&granule);
+        assert!(is_unit && size > 0 && size.is_multiple_of(granule), "no disk has {shape:?}");
         let contents = vec![0; shape.size as usize];
         PowerCuts { shape, data: Vec::new(), own: Vec::new(), contents, requests: 24, errors: 0 }
     }
@@ -191,6 +200,9 @@ impl PowerCuts {
                 after_cut: Cell::new(round > 0),
                 forgiven: Cell::new(0),
                 is_lost: Cell::new(false),
+                changes: RefCell::default(),
+                losses: Cell::new(0),
+                syncs: Cell::new((0, 0)),
             };
             let (found, open, handle, client) =
                 (rig.found.clone(), open.clone(), sim.handle().clone(), rng.fork());
@@ -231,6 +243,12 @@ struct Rig {
     forgiven: Cell<u64>,
     /// Whether the oracle knows that a flush of the disk has failed.
     is_lost: Cell<bool>,
+    /// The requests in flight that may sync a file: how many syncs had failed when each one began.
+    changes: RefCell<Vec<u64>>,
+    /// Number of such requests in which a sync failed, and after which the disk went on.
+    losses: Cell<u64>,
+    /// Number of operations that have failed, and how many of them are syncs.
+    syncs: Cell<(u64, u64)>,
 }
 
 impl Rig {
@@ -328,25 +346,20 @@ impl Rig {
         let tag = self.tag.replace(self.tag.get() + 1);
         let data = pattern(tag, at, len as usize);
         let token = self.oracle.borrow_mut().write_started(at, &data);
-        let flush = durable.then(|| self.oracle.borrow_mut().flush_started());
-        let written = disk.write(Segments::from_bytes(&data), at, durable).await.1;
+        let write = disk.write(Segments::from_bytes(&data), at, durable);
+        let written = self.change(disk, write).await.1;
         let is_ok = self.answered(disk, written)?.is_some();
-        let mut oracle = self.oracle.borrow_mut();
-        oracle.write_answered(token, is_ok, durable);
-        flush.into_iter().for_each(|flush| oracle.flush_withdrawn(flush));
+        self.oracle.borrow_mut().write_answered(token, is_ok, durable);
         Ok(())
     }
 
     async fn read(&self, disk: &impl Storage, offset: u64, len: u64) -> io::Result<()> {
         let token = self.oracle.borrow_mut().read_started();
-        let was_lost = disk.lost().is_some();
+        let losses = self.losses.get();
         let bytes = read(disk, offset, len).await;
-        let bytes = self.answered(disk, bytes)?;
+        let bytes = self.answered(disk, bytes)?.filter(|_| !self.may_be_either(disk, losses));
         let mut oracle = self.oracle.borrow_mut();
-        // A flush may have failed meanwhile, and its answer not be there yet.
-        let overlaps = disk.lost().is_some() != was_lost || oracle.is_flushing();
         match bytes {
-            Some(_) if self.has_failed() && overlaps => oracle.read_withdrawn(token),
             Some(bytes) => self.note(oracle.check_read(token, offset, &bytes)),
             None => oracle.read_withdrawn(token),
         }
@@ -355,10 +368,51 @@ impl Rig {
 
     async fn flush(&self, disk: &impl Storage) -> io::Result<()> {
         let token = self.oracle.borrow_mut().flush_started();
-        let flushed = disk.sync().await;
+        let flushed = self.change(disk, disk.sync()).await;
         let is_ok = self.answered(disk, flushed)?.is_some();
         self.oracle.borrow_mut().flush_answered(token, is_ok);
         Ok(())
+    }
+
+    /// Runs a request that may sync a file.
+    async fn change<T>(&self, disk: &impl Storage, request: impl Future<Output = T>) -> T {
+        let before = self.failed_syncs();
+        self.changes.borrow_mut().push(before);
+        let done = request.await;
+        let mut changes = self.changes.borrow_mut();
+        if let Some(at) = changes.iter().position(|begun| *begun == before) {
+            changes.swap_remove(at);
+        }
+        // If the disk has ended, the oracle knows what may be lost.
+        if self.failed_syncs() > before && disk.lost().is_none() {
+            self.losses.set(self.losses.get() + 1);
+        }
+        done
+    }
+
+    /// Returns whether a read that ends now may lack data that a failed sync has lost, and the
+    /// oracle does not know of the loss. Then a request that was in flight when the sync failed is
+    /// still in flight. Or it has ended since the start of the read, and the disk goes on, as that
+    /// of a mirror does. Only the target knows which request has made the sync. `losses`: their
+    /// number at the start of the read.
+    fn may_be_either(&self, disk: &impl Storage, losses: u64) -> bool {
+        let failed = self.failed_syncs();
+        let in_flight = || self.changes.borrow().iter().any(|begun| *begun < failed);
+        self.losses.get() != losses || disk.lost().is_none() && in_flight()
+    }
+
+    /// Returns the number of syncs of files that have failed.
+    fn failed_syncs(&self) -> u64 {
+        let failures = self.failures();
+        let (known, syncs) = self.syncs.get();
+        if known == failures {
+            return syncs;
+        }
+        let is_one = |trace: &Trace| trace.kind == OpKind::Sync && trace.phase == Phase::Failed;
+        let of_disk = |disk: &SimDisk| disk.trace().iter().filter(|trace| is_one(trace)).count();
+        let syncs = self.disks.iter().map(of_disk).sum::<usize>() as u64;
+        self.syncs.set((failures, syncs));
+        syncs
     }
 
     /// Discards or zeroes a range. Zeroes are written if the target does not free it.
@@ -372,22 +426,23 @@ impl Rig {
             true => self.oracle.borrow_mut().discard_started(at, len),
             false => self.oracle.borrow_mut().zero_started(at, len),
         };
-        // What was placed anew may have to be durable first.
-        let flush = self.oracle.borrow_mut().flush_started();
-        let done = match discards {
-            true => disk.discard(at, len).await,
-            false => disk.zero(at, len, rng.one_in(2)).await,
+        let unmap = !discards && rng.one_in(2);
+        let free = async {
+            let done = match discards {
+                true => disk.discard(at, len).await,
+                false => disk.zero(at, len, unmap).await,
+            };
+            match done {
+                Err(e) if e.kind() == io::ErrorKind::Unsupported && discards => Ok(()),
+                Err(e) if e.kind() == io::ErrorKind::Unsupported => {
+                    disk.write(Segments::buffer(len as usize), at, false).await.1.map(drop)
+                }
+                done => done,
+            }
         };
-        let done = match done {
-            Err(e) if e.kind() == io::ErrorKind::Unsupported => match discards {
-                true => Ok(()),
-                false => disk.write(Segments::buffer(len as usize), at, false).await.1.map(drop),
-            },
-            done => done,
-        };
+        let done = self.change(disk, free).await;
         let is_ok = self.answered(disk, done)?.is_some();
         self.oracle.borrow_mut().write_answered(token, is_ok, false);
-        self.oracle.borrow_mut().flush_withdrawn(flush);
         Ok(())
     }
 

@@ -319,6 +319,22 @@ mod tests {
     }
 
     #[test]
+    fn a_yard_forgets_the_nbd_servers_that_have_ended() {
+        let yard = Yard::start(1).unwrap();
+        let folder = std::env::temp_dir();
+        for number in 0..3 {
+            let shape = Shape { size: 4096, granule: 4096 };
+            let target = Target::device("a", shape, async |_, _| Ok(Nothing));
+            let socket = format!("blockyard-servers-{}-{number}", std::process::id());
+            yard.serve(Disk::target("a", target).nbd_unix(folder.join(socket))).unwrap();
+            let servers = yard.servers.lock().unwrap();
+            assert_eq!(servers.len(), 1);
+            drop(servers);
+            yard.remove("a").unwrap();
+        }
+    }
+
+    #[test]
     fn a_target_that_starts_too_late_counts_until_it_has_ended() {
         let yard = Yard::start(1).unwrap();
         let release = fail(&yard);

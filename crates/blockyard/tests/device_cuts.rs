@@ -2,6 +2,7 @@
 //! `mirror`, and devices that break the rules. (The example `dedup` writes nothing while it serves,
 //! so a power cut changes nothing.)
 
+use std::cell::Cell;
 use std::io;
 
 use blockyard::testing::PowerCuts;
@@ -117,6 +118,20 @@ fn flushed_blocks_of_the_mirror_survive_power_cuts_and_errors_of_its_halves() {
 struct InFile {
     file: OwnFile,
     lie: Lie,
+    /// Whether a read or write of the file has failed.
+    has_failed: Cell<bool>,
+    is_flushing: Cell<bool>,
+}
+
+impl InFile {
+    fn new(mut files: Files, lie: Lie) -> Self {
+        let (has_failed, is_flushing) = Default::default();
+        InFile { file: files.own.remove(0), lie, has_failed, is_flushing }
+    }
+
+    fn note(&self, done: &io::Result<()>) {
+        self.has_failed.set(self.has_failed.get() || done.is_err());
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -131,16 +146,26 @@ enum Lie {
     Spill,
     /// Fails without an error of the file.
     NoReason,
+    /// After a failed read or write it returns wrong data while a flush runs.
+    WhileFlushing,
 }
 
 impl Device for InFile {
     async fn read(&self, offset: u64, data: Lent) -> io::Result<()> {
         let read = self.file.read_into(&data, offset).await;
-        if self.lie == Lie::Read { Ok(()) } else { read }
+        self.note(&read);
+        match self.lie {
+            Lie::Read => Ok(()),
+            Lie::WhileFlushing if self.has_failed.get() && self.is_flushing.get() => {
+                data.copy_from(0, &vec![0xee; data.len()])
+            }
+            _ => read,
+        }
     }
 
     async fn write(&self, offset: u64, data: Lent) -> io::Result<()> {
         let written = self.file.write_from(&data, offset).await;
+        self.note(&written);
         match (written, self.lie) {
             (Ok(()), Lie::NoReason) if offset == 7 * BLOCK => Err(io::ErrorKind::Other.into()),
             (Err(_), Lie::Write) => Ok(()),
@@ -153,7 +178,9 @@ impl Device for InFile {
     }
 
     async fn flush(&self) -> io::Result<()> {
+        self.is_flushing.set(true);
         let synced = self.file.sync().await;
+        self.is_flushing.set(false);
         match self.lie {
             Lie::Flush => Ok(()),
             Lie::FlushAgain if synced.is_err() => self.file.sync().await,
@@ -167,15 +194,48 @@ fn the_harness_finds_devices_that_answer_done_although_their_file_has_failed() {
     let run = |lie, errors, cuts| {
         let rig = PowerCuts::of(Shape { size: BLOCKS * BLOCK, granule: BLOCK });
         let rig = rig.file(vec![0; (BLOCKS * BLOCK) as usize]).errors(errors);
-        let make = async move |files: Files, _| Ok(InFile { file: files.own[0].clone(), lie });
+        let make = async move |files, _| Ok(InFile::new(files, lie));
         rig.run_device(1, cuts, make)
     };
-    run(Lie::None, 3, 30).unwrap();
-    for lie in [Lie::Read, Lie::Write, Lie::Flush, Lie::FlushAgain, Lie::Spill] {
+    // Some of its reads overlap a flush that fails, and find what it has lost.
+    run(Lie::None, 3, 90).unwrap();
+    // Reads are checked while a flush runs in which nothing has failed.
+    for lie in [Lie::Read, Lie::Write, Lie::Flush, Lie::FlushAgain, Lie::Spill, Lie::WhileFlushing]
+    {
         let broken = run(lie, 2, 300).map(|()| lie).unwrap_err().to_string();
         assert!(broken.contains("sector"), "{lie:?}: {broken}");
         run(lie, 0, 9).unwrap();
     }
     let broken = run(Lie::NoReason, 2, 300).unwrap_err().to_string();
     assert!(broken.contains("no operation of a file has"), "{broken}");
+}
+
+/// Has nothing to lose: each write is refused, and each read finds zeroes.
+struct Zeroes;
+
+impl Device for Zeroes {
+    async fn read(&self, _offset: u64, data: Lent) -> io::Result<()> {
+        data.copy_from(0, &vec![0; data.len()])
+    }
+
+    async fn write(&self, _offset: u64, _data: Lent) -> io::Result<()> {
+        Err(io::ErrorKind::ReadOnlyFilesystem.into())
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn the_harness_takes_devices_without_files_and_refuses_impossible_shapes() {
+    let shape = Shape { size: 8192, granule: 4096 };
+    let zeroes = async |_, _| Ok(Zeroes);
+    let broken = PowerCuts::of(shape).errors(3).run_device(1, 3, zeroes).unwrap_err();
+    assert!(broken.to_string().contains("no operation of a file has"), "{broken}");
+    for (size, granule) in [(0, 4096), (1000, 4096), (8192, 3000), (8192, 256), (8 << 20, 8 << 20)]
+    {
+        let shape = Shape { size, granule };
+        assert!(std::panic::catch_unwind(|| PowerCuts::of(shape)).is_err(), "{shape:?}");
+    }
 }

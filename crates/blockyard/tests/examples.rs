@@ -1,6 +1,9 @@
 //! The examples, served to a guest.
 
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::{FileExt, symlink};
 use std::path::Path;
+use std::process::{Child, Command, Stdio};
 
 use blockyard::{Access, CacheMode, Disk, Yard};
 use blockyard_storage::Opened;
@@ -18,6 +21,14 @@ mod dedup;
 #[path = "../examples/generated.rs"]
 #[allow(dead_code)]
 mod generated;
+/// The program of the guide. Its `main` is private.
+mod joined {
+    include!("../examples/joined.rs");
+
+    pub fn run() {
+        main().unwrap();
+    }
+}
 #[path = "../examples/mirror.rs"]
 #[allow(dead_code)]
 mod mirror;
@@ -28,6 +39,8 @@ mod stripe;
 use common::{Guest, Loop, Scratch};
 
 const MIB: usize = 1 << 20;
+/// Bytes of a slot in the log of `cached`.
+const SLOT: usize = 512 + 4096;
 
 /// Serves a disk to a guest. The guest must be dropped before the yard.
 fn served(scratch: &Scratch, disk: Disk) -> (Guest, Yard) {
@@ -162,7 +175,7 @@ fn a_cache_writes_back_and_keeps_its_log_over_a_restart() {
     let scratch = Scratch::new("cached");
     let mut expected = bytes(MIB, 9);
     let slow = scratch.file("slow", &expected);
-    let fast = scratch.file("fast", &vec![0; 40 * (4096 + 512)]);
+    let fast = scratch.file("fast", &vec![0; 40 * SLOT]);
     for round in 0..3u8 {
         let target = cached::target(&slow, &fast).unwrap();
         let (mut guest, yard) = served(&scratch, Disk::target("cached", target));
@@ -181,12 +194,65 @@ fn a_cache_writes_back_and_keeps_its_log_over_a_restart() {
     }
     // Slots that a power cut tore do not count.
     let mut log = std::fs::read(&fast).unwrap();
-    log.chunks_mut(4096 + 512).for_each(|slot| slot[512] ^= 1);
+    log.chunks_mut(SLOT).skip(1).for_each(|slot| slot[512] ^= 1);
     std::fs::write(&fast, &log).unwrap();
     let old = std::fs::read(&slow).unwrap();
     let target = cached::target(&slow, &fast).unwrap();
     let (mut guest, _yard) = served(&scratch, Disk::target("cached", target));
     assert!(guest.read(0, MIB) == old);
+    drop(guest);
+}
+
+/// A cache with two blocks in its log, which has room for three: block 0 and block 5.
+fn cache_of_two_blocks(scratch: &Scratch) -> ([String; 2], Guest, Yard) {
+    let files = [scratch.file("slow", &vec![1; MIB]), scratch.file("fast", &vec![0; 4 * SLOT])];
+    let target = cached::target(&files[0], &files[1]).unwrap();
+    let (mut guest, yard) = served(scratch, Disk::target("cached", target));
+    guest.write(0, &[2; 4096]);
+    guest.write(5 * 4096, &[3; 4096]);
+    guest.flush();
+    (files, guest, yard)
+}
+
+/// Another program damages the log while it is in use: data, and each part of a header.
+#[test]
+fn a_cache_writes_no_damaged_slot_to_its_slow_file() {
+    for at in [SLOT + 512, SLOT, SLOT + 8, SLOT + 16, 0] {
+        let scratch = Scratch::new(&format!("cached-damage-{at}"));
+        let ([slow, fast], mut guest, yard) = cache_of_two_blocks(&scratch);
+        let file = std::fs::File::options().read(true).write(true).open(&fast).unwrap();
+        let mut byte = [0];
+        file.read_exact_at(&mut byte, at as u64).unwrap();
+        file.write_all_at(&[byte[0] ^ 1], at as u64).unwrap();
+        // The second write finds the log full.
+        guest.write(7 * 4096, &[4; 4096]);
+        assert_ne!(guest.try_write(8 * 4096, &[5; 4096]), 0, "damage at {at}");
+        assert_ne!(guest.try_flush(), 0, "damage at {at}");
+        drop(guest);
+        assert!(!yard.remove("cached").unwrap().is_flushed, "damage at {at}");
+        assert!(std::fs::read(&slow).unwrap() == vec![1; MIB], "damage at {at}");
+    }
+}
+
+/// With another number, slots of an earlier log would count again.
+#[test]
+fn a_cache_without_the_number_of_its_log_is_not_opened() {
+    let scratch = Scratch::new("cached-number");
+    let ([slow, fast], guest, yard) = cache_of_two_blocks(&scratch);
+    drop(guest);
+    assert!(yard.remove("cached").unwrap().is_flushed);
+    let log = std::fs::read(&fast).unwrap();
+    for sector in [vec![0; 512], log[SLOT..SLOT + 512].to_vec(), vec![0xff; 512]] {
+        std::fs::write(&fast, [&sector[..], &log[512..]].concat()).unwrap();
+        let target = cached::target(&slow, &fast).unwrap();
+        let error = Yard::start(1).unwrap().serve(Disk::target("cached", target)).unwrap_err();
+        assert!(error.to_string().contains("FAST is damaged"), "{error}");
+        assert!(std::fs::read(&slow).unwrap() == vec![1; MIB]);
+    }
+    std::fs::write(&fast, log).unwrap();
+    let target = cached::target(&slow, &fast).unwrap();
+    let (mut guest, _yard) = served(&scratch, Disk::target("cached", target));
+    assert_eq!((guest.read(0, 4096), guest.read(5 * 4096, 4096)), (vec![2; 4096], vec![3; 4096]));
     drop(guest);
 }
 
@@ -246,4 +312,102 @@ fn bases_share_the_blocks_of_one_store() {
     }
     assert_eq!(yard.disks(), ["one", "two"]);
     assert_eq!(yard.close().len(), 2);
+}
+
+const REPOSITORY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+
+/// Returns the first block of the guide with this fence.
+fn guide(fence: &str) -> String {
+    let text = std::fs::read_to_string(format!("{REPOSITORY}/docs/own-target.md")).unwrap();
+    let (_, rest) = text.split_once(&format!("\n{fence}\n")).unwrap();
+    rest.split_once("```\n").unwrap().0.into()
+}
+
+/// Runs a command. Returns its output.
+fn output(command: &mut Command) -> String {
+    let output = command.output().unwrap();
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{command:?}: {error}");
+    String::from_utf8(output.stdout).unwrap()
+}
+
+/// `scripts/soak.d/guide` also builds the project, which takes minutes of a processor.
+#[test]
+fn the_commands_of_the_guide_make_a_project() {
+    let scratch = Scratch::new("project");
+    symlink(REPOSITORY, scratch.path("blockyard")).unwrap();
+    std::fs::create_dir(scratch.path("bin")).unwrap();
+    symlink(env!("CARGO"), scratch.path("bin").join("cargo")).unwrap();
+    let commands = guide("```sh cargo") + "cargo tree --depth 1\n";
+    let path = format!("{}:{}", scratch.path("bin").display(), std::env::var("PATH").unwrap());
+    let mut bash = Command::new("bash");
+    bash.args(["-ec", &commands]).current_dir(scratch.path("")).env("PATH", path);
+    // What the build of this test has downloaded is enough.
+    bash.env("CARGO_NET_OFFLINE", "true").env_remove("RUSTC_WORKSPACE_WRAPPER");
+    let tree = output(&mut bash);
+    assert!(tree.contains("\n└── blockyard v"), "{tree}");
+}
+
+/// The environment variable that makes this program that of the guide.
+const IS_GUIDE: &str = "BLOCKYARD_TEST_GUIDE";
+
+/// The program of the guide. It is killed if a test fails.
+struct Guide(Child);
+
+impl Guide {
+    /// Starts this program again, as that of the guide. Returns when it serves its disk.
+    fn start(scratch: &Scratch) -> Self {
+        let test = "the_program_of_the_guide_serves_its_files";
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", test, "--nocapture"]).env(IS_GUIDE, "1");
+        command.current_dir(scratch.path("")).stdin(Stdio::piped()).stdout(Stdio::piped());
+        let mut guide = Guide(command.spawn().unwrap());
+        let lines = BufReader::new(guide.0.stdout.take().unwrap()).lines();
+        let mut lines = lines.map_while(Result::ok);
+        assert!(lines.any(|line| line.ends_with("None")), "it has ended, or has a device");
+        guide
+    }
+
+    fn ends(mut self) {
+        self.0.stdin.take().unwrap().write_all(b"\n").unwrap();
+        assert!(self.0.wait().unwrap().success());
+    }
+}
+
+impl Drop for Guide {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn the_program_of_the_guide_serves_its_files() {
+    if std::env::var_os(IS_GUIDE).is_some() {
+        joined::run();
+        std::process::exit(0);
+    }
+    let program = include_str!("../examples/joined.rs");
+    assert!(program.split_once("\n\n").unwrap().1 == guide("```rust,no_run"), "they differ");
+    let scratch = Scratch::new("guide");
+    let (old, new) = (bytes(3 * MIB, 1), bytes(3 * MIB, 2));
+    scratch.file("first.img", &old[..MIB]);
+    scratch.file("second.img", &old[MIB..]);
+    scratch.file("new", &new);
+    let guide = Guide::start(&scratch);
+    let copy = |from: &str, to: &str| {
+        let mut nbdcopy = Command::new(format!("{REPOSITORY}/guests/tool"));
+        nbdcopy.args(["nbdcopy", "--flush", from, to]).current_dir(scratch.path(""));
+        output(&mut nbdcopy);
+    };
+    let disk = "nbd+unix:///joined?socket=nbd.sock";
+    copy(disk, "copy");
+    assert!(std::fs::read(scratch.path("copy")).unwrap() == old);
+    copy("new", disk);
+    let mut guest = Guest::connect(&scratch.path("vm.sock"));
+    assert!(guest.read(0, new.len()) == new);
+    drop(guest);
+    guide.ends();
+    let files = ["first.img", "second.img"].map(|name| std::fs::read(scratch.path(name)).unwrap());
+    assert!(files.concat() == new);
 }

@@ -11,26 +11,13 @@ use rustix::fs::{FlockOperation, flock};
 
 mod common;
 
-use common::{Guest, Loop, Scratch};
+use common::{Guest, Loop, Scratch, script};
 
 const BLOCK: usize = 64 << 10;
 /// virtio-blk's status of a failed request.
 const IOERR: u8 = 1;
 /// Limit for hangs only.
 const LIMIT: Duration = Duration::from_secs(60);
-
-/// Makes a program of a shell script. Returns its image name. Another process writes the file: a
-/// process that a second thread starts in the meantime would inherit a descriptor of this one, and
-/// the kernel starts no program that is open for writing.
-fn script(scratch: &Scratch, name: &str, text: &str) -> String {
-    let path = scratch.path(name);
-    let mut install = Command::new("install");
-    install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
-    let mut install = install.spawn().expect("install starts");
-    install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    assert!(install.wait().unwrap().success(), "writing {}", path.display());
-    format!("exec:{}", path.display())
-}
 
 fn base() -> Vec<u8> {
     (0..16 * BLOCK).map(|at| (at / 512 + at % 7) as u8).collect()
@@ -53,15 +40,21 @@ fn the_python_example_works_on_block_devices() {
 }
 
 #[test]
-fn the_python_example_refuses_a_base_of_part_of_a_block() {
+fn the_python_example_refuses_a_base_of_part_of_a_block_and_a_smaller_store() {
     let scratch = Scratch::new("python-odd");
-    let base = scratch.file("base", &vec![1; BLOCK + 512]);
+    let [odd, large, small] =
+        [BLOCK + 512, 2 * BLOCK, BLOCK].map(|len| scratch.file(&len.to_string(), &vec![1; len]));
     let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
-    let mut command = Command::new(example);
-    command.env("BASE", &base).env("STORE", &base).env("TABLE", scratch.file("table", &[]));
-    let output = command.stdin(Stdio::null()).output().unwrap();
-    let error = String::from_utf8(output.stderr).unwrap();
-    assert!(!output.status.success() && error.contains("is no multiple of 65536 bytes"), "{error}");
+    for (base, store, what) in [
+        (&odd, &odd, "is no multiple of 65536 bytes"),
+        (&large, &small, "as large, with truncate -s 131072"),
+    ] {
+        let mut command = Command::new(&example);
+        command.env("BASE", base).env("STORE", store).env("TABLE", scratch.file("table", &[]));
+        let output = command.stdin(Stdio::null()).output().unwrap();
+        let error = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && error.contains(what), "{error}");
+    }
 }
 
 /// Returns whether a process waits for a lock of a file.

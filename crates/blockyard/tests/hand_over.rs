@@ -18,7 +18,7 @@ mod common;
 #[allow(dead_code)]
 mod upgrade;
 
-use common::{Guest, Scratch};
+use common::{Guest, Scratch, script};
 
 const SIZE: usize = 1 << 20;
 const BLOCK: usize = 4096;
@@ -31,6 +31,8 @@ const FOLDER: &str = "BLOCKYARD_TEST_FOLDER";
 
 /// The image of the example's process, instead of a target.
 const IMAGE: &str = "disk.qcow2";
+/// The program of the image of the example's process, instead of a target.
+const PROGRAM: &str = "program";
 
 /// Returns the disk of the folder's image.
 fn image(folder: &Path) -> io::Result<Disk> {
@@ -38,11 +40,21 @@ fn image(folder: &Path) -> io::Result<Disk> {
     Ok(disk.vhost_user(folder.join("vm.sock")).nbd_unix(folder.join("nbd.sock")))
 }
 
+/// Returns the disk of the folder's program.
+fn program(folder: &Path) -> io::Result<Disk> {
+    let disk = Disk::image("disk", format!("exec:{}", folder.join(PROGRAM).display()));
+    Ok(disk.vhost_user(folder.join("vm.sock")).nbd_unix(folder.join("nbd.sock")))
+}
+
 /// Becomes a process of the example, if a test has started this process for that.
 fn run_if_child() {
     if let Some(folder) = std::env::var_os(FOLDER) {
         let folder = Path::new(&folder);
-        let disk = if folder.join(IMAGE).exists() { image } else { upgrade::disk };
+        let disk = match [IMAGE, PROGRAM].map(|name| folder.join(name).exists()) {
+            [true, _] => image,
+            [_, true] => program,
+            _ => upgrade::disk,
+        };
         let ended = upgrade::run(folder, disk);
         let _ = ended.as_ref().inspect_err(|e| eprintln!("upgrade: {e}"));
         std::process::exit(ended.is_err().into());
@@ -223,6 +235,58 @@ fn unflushed_writes_of_an_image_are_there_after_its_program_is_killed_or_replace
     let mut running = Process::start(&scratch);
     running.expect("serves");
     writer.connect_again(&scratch.path("vm.sock"));
+}
+
+/// A process that serves an image twice. At first its journals' folder cannot be used.
+fn serve_with_late_journals(folder: &Path) {
+    let journals = std::env::var_os("BLOCKYARD_STATE_FOLDER").unwrap();
+    std::fs::write(&journals, "no folder").unwrap();
+    let yard = Yard::start(1).unwrap();
+    yard.serve(image(folder).unwrap()).unwrap();
+    yard.remove("disk").unwrap();
+    std::fs::remove_file(&journals).unwrap();
+    yard.serve(image(folder).unwrap()).unwrap();
+    println!("serves");
+    loop {
+        std::thread::park(); // until it is killed
+    }
+}
+
+#[test]
+fn an_image_has_a_journal_when_the_folder_can_be_used_again() {
+    if let Some(folder) = std::env::var_os(FOLDER) {
+        serve_with_late_journals(Path::new(&folder));
+    }
+    let scratch = scratch("late-journals");
+    let journals = Journals::with_image(&scratch);
+    let mut running = Process::start(&scratch);
+    let mut writer = Writer::connect_to(&mut running, &scratch);
+    writer.work(1);
+    assert!(journals.count() > 0, "the changes of metadata are in no journal");
+}
+
+#[test]
+fn the_program_of_an_image_runs_on_while_its_server_is_replaced() {
+    run_if_child();
+    let scratch = scratch("upgrade-program");
+    let text = format!(
+        "#!/bin/bash\ncd '{}' && echo start >>starts\n\
+         printf '%s\\n' 'blockyard-map 1' 'size {SIZE}' 'granule {BLOCK}' \
+         \"data w $PWD/disk.img\" ready\n\
+         while read -r word number how offset length; do\n\
+         [ $word = locate ] && echo \"ok $number $length at 0 $offset\"\n\
+         [ $word = flush ] && echo \"ok $number\"\ndone\n",
+        scratch.path("").display()
+    );
+    let image = script(&scratch, PROGRAM, &text);
+    let mut running = Process::start(&scratch);
+    let mut writer = Writer::connect_to(&mut running, &scratch);
+    // The next process has the program when its export fails.
+    let disk = || Disk::image("disk", &image);
+    fails_with_another_socket(&scratch, &mut running, &mut writer, 5, disk);
+    let writer = is_replaced(&scratch, running, writer, 3);
+    assert_eq!(std::fs::read(scratch.path("disk.img")).unwrap(), writer.known);
+    assert_eq!(std::fs::read_to_string(scratch.path("starts")).unwrap(), "start\n");
 }
 
 /// Replaces the process so often under a guest and an NBD client. At the end it is killed.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use anyhow::Context;
 use blockyard_disk::{OnEnospc, Source, SourceError};
 use blockyard_export::xen::XenData;
-use blockyard_image::journal::CrashSafety;
+use blockyard_image::journal::{CrashSafety, SafetyMode};
 use blockyard_image::{CacheMode, ChainError, ChainOptions, Format, OpenError};
 use blockyard_storage::OpenOptions;
 use blockyard_yard::{Activation, DiskSettings, Ended, Way};
@@ -38,7 +38,6 @@ pub fn check(disk: &DiskArgs) -> anyhow::Result<()> {
         let of_chains = [
             ("--l2-cache", disk.l2_cache.is_some()),
             ("--prime", disk.prime),
-            ("--backing-folder (key backing-folders)", !disk.backing_folders.is_empty()),
             ("--copy-on-read", disk.copy_on_read),
         ];
         if let Some((option, _)) = of_chains.iter().find(|(_, given)| *given) {
@@ -149,7 +148,7 @@ pub fn try_open(disk: &DiskArgs) -> anyhow::Result<()> {
         prime: false,
         copy_on_read: false,
         // A journal needs the state folder, which the server makes as its own user.
-        ..disk.chain_with(CrashSafety::default())
+        ..disk.chain_with(CrashSafety { mode: SafetyMode::Unread, store: None })
     };
     let opened = Source::open(&options).map(drop).and_then(|()| {
         let is_file = Source::scheme_of(&disk.image).is_none();

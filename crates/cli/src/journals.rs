@@ -85,10 +85,13 @@ fn warn_if_full(folder: &StateFolder) {
     }
 }
 
-/// Returns the folder of this process's journals, and creates it.
-pub fn folder() -> PathBuf {
-    let _ = store();
-    FOLDER.get().cloned().unwrap_or_else(StateFolder::default_path)
+/// Returns the folder of this process's journals, and creates it. If that cannot be used, also
+/// returns the folder in which an image that is opened looks for the journal of a dead server.
+pub fn folders() -> Vec<PathBuf> {
+    let (store, default) = (store(), StateFolder::default_path());
+    let own = FOLDER.get().cloned().unwrap_or_else(|| default.clone());
+    let is_other = store.is_none() && own != default && default.exists();
+    if is_other { vec![own, default] } else { vec![own] }
 }
 
 /// Returns the folder that is in use, and creates it. `None`: this process has no journals.

@@ -68,6 +68,11 @@ pub fn describe_space(disk: &str, error: &YardError) -> String {
     )
 }
 
+/// Says what a disk waits for that another process has locked.
+fn describe_lock(error: &YardError) -> String {
+    format!("{}: the disk waits for the lock, and is served then", describe(error))
+}
+
 /// Ends the pauses of disks that wait for space.
 #[derive(Default)]
 pub struct Wakes {
@@ -164,16 +169,22 @@ impl<S: DiskServer> Late<S> {
         mut added: Result<(), YardError>,
     ) -> Result<(), YardError> {
         let (start, [mut pause, longest]) = (Instant::now(), PAUSE);
-        let mut reported = start;
+        let (mut reported, mut is_noted) = (start, false);
         loop {
             let seen = server.wakes().count();
-            if waits_for_space(&self.settings, &added) {
-                self.note_space(server, &added);
-            } else if !self.locked.waits_after(&added, start.elapsed()) {
+            let is_for_space = waits_for_space(&self.settings, &added);
+            if !is_for_space && !self.locked.waits_after(&added, start.elapsed()) {
                 return added;
             }
+            let reports = reported.elapsed() >= REPORT;
+            // The holder of a lock can be another one at each attempt.
+            let is_held = !is_noted && start.elapsed() >= longest;
+            if is_for_space || is_held || reports {
+                self.note_wait(server, &added, is_for_space);
+                is_noted = true;
+            }
             if let Err(e) = &added
-                && reported.elapsed() >= REPORT
+                && reports
             {
                 reported = Instant::now();
                 let (disk, why) = (&self.settings.name, describe(e));
@@ -187,10 +198,11 @@ impl<S: DiskServer> Late<S> {
     }
 
     /// Lists the disk among those that could not be opened.
-    fn note_space(&self, server: &S, added: &Result<(), YardError>) {
+    fn note_wait(&self, server: &S, added: &Result<(), YardError>, is_for_space: bool) {
         let (disk, entry) = (&self.settings.name, server.book().find(&self.settings.name));
         if let (Err(e), Some(entry)) = (added, entry.filter(|entry| !entry.by_api)) {
-            server.note_unopened(&entry.args, &describe_space(disk, e));
+            let why = if is_for_space { describe_space(disk, e) } else { describe_lock(e) };
+            server.note_unopened(&entry.args, &why);
         }
     }
 }

@@ -18,8 +18,8 @@ use blockyard_ring::small_file;
 use toml::{Table, Value};
 
 use crate::book::Entry;
-use crate::config::Config;
 use crate::config::files::{FOLDER, Instead, OF_API};
+use crate::config::{Config, ConfigError};
 use crate::disks;
 use crate::identities::Images;
 use crate::nbd;
@@ -140,10 +140,11 @@ impl Persistence {
         let path = self.path(name);
         let text = self.without_disk(name)?;
         let instead = Instead { path: &path, text: Some(&text) };
-        // A disk can be removed although another file has a mistake.
-        let read = Config::read_with(&self.config, true, Some(instead), &self.images);
-        let Ok(config) = read else {
-            return Ok(());
+        let config = match Config::read_with(&self.config, true, Some(instead), &self.images) {
+            Ok(config) => config,
+            // A disk can be removed although another file has a mistake.
+            Err(ConfigError::Parse { .. } | ConfigError::Value { .. }) => return Ok(()),
+            Err(e) => return Err(e).context("persist: the files do not show what a start serves"),
         };
         match config.disks.iter().position(|disk| disk.name() == name) {
             Some(at) => anyhow::bail!(
@@ -381,6 +382,27 @@ mod tests {
         assert!(store.check("a", &keys).is_err());
         std::fs::write(&file, "remove = [\"a\"]\n").unwrap();
         store.check("a", &keys).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
+    }
+
+    /// Another folder of that name is beside a configuration that has gone.
+    #[test]
+    fn a_configuration_that_cannot_be_read_is_not_changed() {
+        let name = format!("blockyard-persist-gone-{}", std::process::id());
+        let folder = std::env::temp_dir().join(name);
+        let config = folder.join("c");
+        for parts in [folder.join(FOLDER), config.join(FOLDER)] {
+            std::fs::create_dir_all(parts).unwrap();
+        }
+        std::fs::write(config.join("blockyard.toml"), "").unwrap();
+        let of = || Persistence::of(Some(&config), &NbdArgs::default(), "a");
+        let store = of().unwrap();
+        store.check_forget("a").unwrap();
+        std::fs::rename(&config, folder.join("d")).unwrap();
+        let error = format!("{:#}", store.check_forget("a").unwrap_err());
+        assert!(error.contains("blockyard.toml: cannot read it"), "{error}");
+        let error = of().err().unwrap().to_string();
+        assert!(error.contains("c/conf.d does not exist"), "{error}");
         std::fs::remove_dir_all(&folder).unwrap();
     }
 

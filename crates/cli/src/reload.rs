@@ -28,7 +28,7 @@ use crate::server::error::RemoveError;
 use crate::server::{Adding, STORAGE_TIME, Server, wait_unless};
 use crate::{reopening, sandbox};
 use compare::{compare, is_same, may_be_stale, of_file, stale, was_kept};
-use report::{group_changes, log_others, log_size, note, note_new, summary, without};
+use report::{group_changes, log_others, log_size, lost_groups, note, note_new, summary, without};
 
 /// Keys of the file that are read at start only.
 const AT_START: [&str; 12] = [
@@ -45,6 +45,19 @@ const AT_START: [&str; 12] = [
     "user",
     "metrics",
 ];
+
+/// Keys of these that an upgrade does not apply, or refuses.
+const AT_RESTART: [&str; 3] = ["state-folder", "xen", "user"];
+
+/// Returns how to apply the change of a key that is read at start only. `was_set`: whether the file
+/// had the key at start.
+fn how_to_apply(key: &str, was_set: bool) -> &'static str {
+    // An upgrade can open the API's socket, but neither move nor close it.
+    match AT_RESTART.contains(&key) || (key == "api" && was_set) {
+        true => "restart the server to apply it",
+        false => "restart or upgrade the server to apply it",
+    }
+}
 
 /// Longest wait of SIGHUP for the end of another reload or an upgrade, and of a reload for the
 /// sizes of images.
@@ -233,7 +246,11 @@ impl Server {
         plan.ignored = AT_START
             .into_iter()
             .filter_map(at_start)
-            .map(|change| Ignored { change, reason: "restart the server to apply it".into() })
+            .map(|change| {
+                let was_set = known.at_start.contains_key(&change.key);
+                Ignored { reason: how_to_apply(&change.key, was_set).into(), change }
+            })
+            .chain(lost_groups(&config.file, served, &names))
             .collect();
         plan
     }
@@ -515,6 +532,14 @@ fn conflicts(config: &Config, plan: &Reload, served: &[Entry], images: &Images) 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_key_says_whether_an_upgrade_applies_it() {
+        assert!(AT_RESTART.iter().all(|key| AT_START.contains(key)));
+        let upgrades = |key, was_set| how_to_apply(key, was_set).contains("upgrade");
+        assert!(upgrades("reactors", true) && upgrades("metrics", true) && upgrades("api", false));
+        assert!(!upgrades("api", true) && !upgrades("state-folder", false));
+    }
 
     #[test]
     fn the_manual_names_all_keys_that_are_read_at_start_only() {

@@ -6,7 +6,7 @@
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
-use blockyard_disk::Source;
+use blockyard_disk::{PathError, Source};
 use blockyard_ring::sandbox;
 use blockyard_yard::DiskInfo;
 
@@ -59,7 +59,7 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
     }
     if has_overlay(served) && !is_top(served, &again.image) {
         let what = "a snapshot has put an overlay on its image, and the disk would open without \
-                    it: name the overlay as its image, and its format (qcow2)";
+                    it: name the overlay as its image, and its format (qcow2), then `ctl reload`";
         return Some(what.into());
     }
     let program = scheme.and_then(|(scheme, name)| scheme.program(name));
@@ -67,7 +67,25 @@ pub fn obstacle(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
         let what = "a server in a sandbox cannot start its program again: restart the server";
         return Some(what.into());
     }
-    unopenable(again).map(|e| format!("{e:#}"))
+    other_files(served, again).or_else(|| unopenable(again).map(|e| format!("{e:#}")))
+}
+
+/// Returns why the images that the disk has by these paths would be other files.
+fn other_files(served: &DiskInfo, again: &DiskArgs) -> Option<String> {
+    if served.image.as_ref() != Some(&again.image) && !is_top(served, &again.image) {
+        return None;
+    }
+    let paths = served.paths.clone();
+    let checked = looks::look(&again.image, looks::LIMIT, move || paths.check());
+    match checked {
+        Ok(Err(why @ PathError::Replaced(_))) => Some(format!(
+            "{why}, and the disk would open with its data: put the old file back, or remove the \
+             disk, and add it"
+        )),
+        // A file that is missing is an error of the open.
+        Ok(_) => None,
+        Err(e) => Some(format!("image {e}")),
+    }
 }
 
 /// Returns why a disk cannot be opened, apart from its sockets.
@@ -91,6 +109,7 @@ pub fn unopenable(again: &DiskArgs) -> Option<anyhow::Error> {
 mod tests {
     use std::path::PathBuf;
 
+    use blockyard_image::ChainOptions;
     use blockyard_yard::DiskState;
 
     use super::*;
@@ -104,16 +123,12 @@ mod tests {
         names.iter().for_each(|name| std::fs::write(name, [0; 4096]).unwrap());
         let [base, top, other] = names.each_ref().map(String::as_str);
         let served = |image: &str, top: &str| DiskInfo {
-            name: "a".into(),
             state: DiskState::Serving,
             image: Some(image.into()),
             top: Some(top.into()).filter(|top: &PathBuf| !top.as_os_str().is_empty()),
             images: top.into(),
             capacity: 1 << 20,
-            is_read_only: false,
-            ways: Vec::new(),
-            paused: 0,
-            is_drained: false,
+            ..DiskInfo::opening("a".into())
         };
         let again = |image: &str, socket: &str| {
             let keys =
@@ -140,6 +155,19 @@ mod tests {
         assert_eq!(obstacle_of("ram:1M", "", other), "");
         let not_inherited = obstacle(&served(base, ""), &again(base, "fd:999"));
         assert!(not_inherited.unwrap().contains("did not inherit"));
+        // Another file has the path of the open one.
+        let source = Source::open(&ChainOptions::new(top)).unwrap();
+        let open = DiskInfo { paths: source.paths(), ..served(top, top) };
+        assert_eq!(obstacle(&open, &again(top, "/s")), None);
+        let moved = folder.join("moved").display().to_string();
+        std::fs::rename(top, &moved).unwrap();
+        std::fs::copy(other, top).unwrap();
+        for image in [top, &linked] {
+            let why = obstacle(&open, &again(image, "/s")).unwrap();
+            assert!(why.contains("another file is there now"), "{why}");
+        }
+        // The operator names the open file by its new path.
+        assert_eq!(obstacle(&open, &again(&moved, "/s")), None);
         std::fs::remove_file(other).unwrap();
         assert!(obstacle_of(base, "", other).contains("no such file"));
         std::fs::remove_dir_all(&folder).unwrap();

@@ -150,7 +150,7 @@ fn become_confined(args: &SandboxArgs, needs: &Needs<'_>) -> Result<(), Failure>
     let programs = start_programs(needs)?;
     let mut folders = folders(args, needs, user::is_root());
     folders.extend(programs.iter().flat_map(|file| granted_of(file)).map(writable));
-    folders.push(Folder::new(journals::folder(), Access::Write));
+    folders.extend(journals::folders().into_iter().map(|path| Folder::new(path, Access::Write)));
     if user::is_root() {
         // After the witness, which looks into processes of all users.
         let devices = makes_devices(args, needs);

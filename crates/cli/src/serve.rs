@@ -12,7 +12,7 @@ use blockyard_control::events::What;
 use blockyard_export::{Listener, Reactors};
 use blockyard_program::ending::Failure;
 use blockyard_ring::xen::Host;
-use blockyard_yard::Yard;
+use blockyard_yard::{Shares, Yard};
 use rustix::thread::CpuSet;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 use signal_hook::flag;
@@ -27,7 +27,7 @@ use crate::events::Events;
 use crate::exports::Common;
 use crate::handover::{self, Control, HandOvers, Takeover, Wanted};
 use crate::late::Wakes;
-use crate::nbd::Servers;
+use crate::nbd::{ServerSettings, Servers};
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::options::values::Cpus;
@@ -55,27 +55,48 @@ const OPEN_TIME: Duration = Duration::from_secs(60);
 /// The same after the death of a server. Its clients wait, and so does the operator.
 const AGAIN_TIME: Duration = Duration::from_secs(10);
 
+/// Most reasons in the log of a server that ends because it can serve no disk.
+const MOST_REASONS: usize = 20;
+
 /// Longest wait at the end of the server for a reload that runs.
 const RELOAD_TIME: Duration = Duration::from_secs(10);
 
+/// What a server has read before it changes anything.
+struct Plan {
+    config: Config,
+    xen: XenArgs,
+    shares: Shares,
+    nbd: ServerSettings,
+}
+
+impl Plan {
+    /// Returns an error if options or the configuration have a mistake.
+    fn of(options: &ServeOptions) -> anyhow::Result<Self> {
+        let config = check_disks(options, Config::of(options)?)?;
+        if let Some(folder) = options.state_folder.as_ref().or(config.state_folder.as_ref()) {
+            journals::use_folder(folder.clone());
+        }
+        let shares = shares::from_configuration(options, &config)?;
+        let xen = options.xen.or(&config.xen);
+        xen.check()?;
+        let nbd = config.nbd_settings(&options.nbd)?;
+        options.cpus.as_ref().map_or(Ok(()), check_cpus)?;
+        Ok(Plan { config, xen, shares, nbd })
+    }
+}
+
 pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     blockyard_ring::inherited::note();
-    let config = Config::of(options).and_then(|config| check_disks(options, config));
-    let config = config.inspect_err(|e| {
+    if options.check_config {
+        let plan = Plan::of(options).map_err(Failure::usage)?;
+        return check_config::run(options, &plan.config);
+    }
+    // Before the first wait for a file system.
+    let mut caught = Caught::new(options)?;
+    let plan = Plan::of(options).inspect_err(|e| {
         options.takeover.iter().for_each(|control| Takeover::refuse(control, e));
     });
-    let config = config.map_err(Failure::usage)?;
-    if let Some(folder) = options.state_folder.as_ref().or(config.state_folder.as_ref()) {
-        journals::use_folder(folder.clone());
-    }
-    let shares = shares::from_configuration(options, &config).map_err(Failure::usage)?;
-    let xen = options.xen.or(&config.xen);
-    xen.check().map_err(Failure::usage)?;
-    let nbd = config.nbd_settings(&options.nbd).map_err(Failure::usage)?;
-    options.cpus.as_ref().map_or(Ok(()), check_cpus).map_err(Failure::usage)?;
-    if options.check_config {
-        return check_config::run(options, &config);
-    }
+    let Plan { config, xen, shares, nbd } = plan.map_err(Failure::usage)?;
     let closing = options.attached.then(attach::Closing::new).transpose()?;
     if options.attached {
         attach::leave_terminal();
@@ -84,25 +105,58 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         tracing::warn!("raising the limit of open descriptors (ulimit -n): {e}");
     }
     let mut takeover = Takeover::begin(options, &config)?;
-    if options.held || takeover.as_ref().is_some_and(holder::is_offered) {
-        holder::connect(takeover.as_mut())?;
+    let entered = enter(options, &config, &xen, takeover.as_mut());
+    let started = entered.and_then(|()| start(options, &config, (shares, nbd), &caught));
+    // The caller of the upgrade sees only what the old server knows.
+    let server = started.inspect_err(|failure| {
+        takeover.iter().for_each(|takeover| takeover.fail(&failure.error));
+    })?;
+    let reactors = server.yard.reactors().clone();
+    let served = server.serve(&config, xen, &mut caught, takeover);
+    let closed = server.close();
+    // After `stop` the images are closed. Another program may open them as soon as this one exits.
+    reactors.stop();
+    served?;
+    closed?;
+    closing.into_iter().for_each(attach::Closing::report);
+    Ok(())
+}
+
+/// Connects to the holder and the supervisor, and enters the sandbox.
+fn enter(
+    options: &ServeOptions,
+    config: &Config,
+    xen: &XenArgs,
+    mut takeover: Option<&mut Takeover>,
+) -> Result<(), Failure> {
+    if options.held || takeover.as_deref().is_some_and(holder::is_offered) {
+        holder::connect(takeover.as_deref_mut())?;
     } else if options.keep_sessions {
         holder::use_store()?;
     }
     supervisor::start();
     let needs = Needs {
-        config: &config,
+        config,
         config_file: options.config.as_deref(),
         api: &config.api(&options.api),
         nbd: &options.nbd.or(&config.nbd),
-        xen: &xen,
+        xen,
         control: options.control.as_deref(),
         attached: options.attached,
-        takeover: takeover.as_ref(),
+        takeover: takeover.as_deref(),
     };
-    sandbox::enter(&config.sandbox(&options.sandbox), &needs)?;
+    sandbox::enter(&config.sandbox(&options.sandbox), &needs)
+}
+
+/// Starts a server without disks.
+fn start(
+    options: &ServeOptions,
+    config: &Config,
+    (shares, nbd): (Shares, ServerSettings),
+    caught: &Caught,
+) -> Result<Arc<Server>, Failure> {
     log::start_queues()?;
-    let mut caught = Caught::new()?;
+    caught.ends_at_once(false);
     if options.attached {
         attach::follow()?;
     }
@@ -114,8 +168,8 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
     let nbd = Arc::new(Mutex::new(Servers::new(nbd, reactors.clone())));
     let common = Common::new(nbd, options.attached);
     let events = Events::start(config.api(&options.api).api.is_some())?;
-    let yard = Yard::start_observed(reactors.clone(), shares, events.observer())?;
-    let server = Arc::new_cyclic(|itself| Server {
+    let yard = Yard::start_observed(reactors, shares, events.observer())?;
+    Ok(Arc::new_cyclic(|itself| Server {
         yard,
         events,
         common,
@@ -126,39 +180,46 @@ pub fn run(options: &ServeOptions) -> Result<(), Failure> {
         unopened: Unopened::default(),
         waits: Waits::default(),
         late: Wakes::default(),
-        known: Mutex::new(Known::new(&config)),
+        known: Mutex::new(Known::new(config)),
         reloading: Mutex::new(()),
         hand_overs: HandOvers::new(caught.signals.handle()),
         itself: itself.clone(),
-    });
-    let served = server.serve(&config, xen, &mut caught, takeover);
-    let closed = server.close();
-    // After `stop` the images are closed. Another program may open them as soon as this one exits.
-    reactors.stop();
-    served?;
-    closed?;
-    closing.into_iter().for_each(attach::Closing::report);
-    Ok(())
+    }))
 }
 
-/// The signals that the server catches. Those that arrive before it is ready stay pending.
+/// The signals that the server catches. SIGHUP and SIGUSR1 stay pending until the server is ready.
 struct Caught {
     signals: Signals,
     /// SIGTERM or SIGINT has arrived.
     stop: Arc<AtomicBool>,
+    /// SIGTERM and SIGINT end the process in their handler. The start may wait for a file system.
+    at_once: Arc<AtomicBool>,
 }
 
 impl Caught {
-    fn new() -> std::io::Result<Self> {
+    fn new(options: &ServeOptions) -> std::io::Result<Self> {
         // By default it ends the process: a write beyond the limit of a file's size (ulimit -f)
         // fails with EFBIG instead.
         flag::register(SIGXFSZ, Arc::default())?;
-        let stop = Arc::default();
-        let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
+        // What the holder keeps of a dead server ends only after this server has taken it.
+        let follows = options.held && options.takeover.is_none();
+        let (stop, at_once) = (Arc::default(), Arc::new(AtomicBool::new(!follows)));
         for signal in [SIGTERM, SIGINT] {
+            if options.attached {
+                // The command that waits for the device reports the signal.
+                flag::register_conditional_default(signal, at_once.clone())?;
+            } else {
+                flag::register_conditional_shutdown(signal, 0, at_once.clone())?;
+            }
             flag::register(signal, Arc::clone(&stop))?;
         }
-        Ok(Caught { signals, stop })
+        let signals = Signals::new([SIGTERM, SIGINT, SIGHUP, SIGUSR1])?;
+        Ok(Caught { signals, stop, at_once })
+    }
+
+    /// Sets whether SIGTERM and SIGINT end the process in their handler.
+    fn ends_at_once(&self, at_once: bool) {
+        self.at_once.store(at_once, Ordering::SeqCst);
     }
 
     fn is_stopped(&self) -> bool {
@@ -221,6 +282,17 @@ fn explain_io_uring(error: std::io::Error) -> anyhow::Error {
     anyhow::Error::from(error).context(hint)
 }
 
+/// Logs why disks are not served, besides the one that the last line of the log names.
+fn log_some(failed: Vec<AddError>) {
+    let more = failed.len().saturating_sub(MOST_REASONS);
+    for error in failed.into_iter().take(MOST_REASONS) {
+        tracing::error!("{:#}", anyhow::Error::from(error));
+    }
+    if more > 0 {
+        tracing::error!("{more} more disks cannot be served");
+    }
+}
+
 impl Server {
     /// Opens the disks, and serves them until SIGTERM or SIGINT.
     fn serve(
@@ -239,6 +311,8 @@ impl Server {
                 if caught.is_stopped() {
                     tracing::info!("a signal ends the server before it is ready");
                     supervisor::notify("STOPPING=1");
+                    // No server continues what a dead one has left.
+                    self.hand_overs.give_up();
                     return Ok(());
                 }
                 self.end_others(config);
@@ -330,9 +404,12 @@ impl Server {
         let metrics = self.options.metrics.or(config.metrics);
         let options = config.api(&self.options.api);
         let api = api::Opened::of(&options, metrics, takeover.as_deref_mut())?;
-        let handed = takeover.and_then(|takeover| takeover.socket("control"));
-        let control = self.options.control.as_deref();
-        let control = control.map(|path| Control::open(path, handed)).transpose()?;
+        let control = self.options.control.as_deref().map(|path| {
+            let handed = takeover.as_mut().and_then(|takeover| takeover.socket("control"));
+            Control::open(path, handed)
+        });
+        let control = control.transpose()?;
+        takeover.map_or(Ok(()), |takeover| takeover.check_sockets())?;
         Ok(Sockets { api, control })
     }
 
@@ -436,11 +513,11 @@ impl Server {
         failed
     }
 
-    /// Adds the disks at start. Returns the first error if all fail. If only some fail, logs their
-    /// errors. `again`: another server has died that had them. Then a disk waits for other programs
-    /// that have locked its image, and nothing waits for that. If the server died during a
-    /// hand-over, the one that was to follow it closes the images and ends. Ends early if a signal
-    /// ends the server.
+    /// Adds the disks at start. Returns the first error if all fail, and logs the others. If only
+    /// some fail, logs their errors. `again`: another server has died that had them. Then a disk
+    /// waits for other programs that have locked its image, and nothing waits for that. If the
+    /// server died during a hand-over, the one that was to follow it closes the images and ends.
+    /// Ends early if a signal ends the server.
     fn add_all(&self, config: &Config, again: bool, caught: &Caught) -> anyhow::Result<()> {
         let all = config.disks.len();
         let disks = config.disks.iter().enumerate();
@@ -462,7 +539,9 @@ impl Server {
         }
         let ended = failed.iter().filter(|e| !e.goes_on()).count();
         if ended == all && ended > 0 {
-            return Err(failed.swap_remove(0).into());
+            let first = failed.remove(0);
+            log_some(failed);
+            return Err(first.into());
         }
         let failed: Vec<_> = failed.into_iter().map(anyhow::Error::from).collect();
         failed.iter().for_each(|e| tracing::error!("{e:#}"));

@@ -29,7 +29,7 @@ use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
 use crate::unopened::Unopened;
 use crate::waits::Waits;
-use crate::{early, figures, sandbox};
+use crate::{early, figures, looks, sandbox};
 
 use error::{AddError, RemoveError};
 
@@ -49,6 +49,28 @@ pub struct Adding<'a> {
     settings: DiskSettings,
     locked: Locked,
     begun: Instant,
+}
+
+/// A disk of the book, before its image is opened. Dropping it removes it.
+pub struct Reserved<'a> {
+    server: &'a Server,
+    held: HeldDisk<'a>,
+    args: DiskArgs,
+    settings: DiskSettings,
+}
+
+impl<'a> Reserved<'a> {
+    /// Notes the image, which was missing. Returns an error if another disk has it.
+    pub fn found_image(&self) -> Result<(), AddError> {
+        let image = ImageId::within(&self.args, looks::LIMIT).map_err(AddError::Unseen)?;
+        self.held.found(image).map_err(AddError::Conflict)
+    }
+
+    /// Begins to open the image.
+    pub fn open(self) -> Adding<'a> {
+        let Reserved { server, held, args, settings } = self;
+        server.opening(held, args, settings)
+    }
 }
 
 /// A disk that is not open.
@@ -172,10 +194,20 @@ impl Server {
         keys: Table,
         by_api: bool,
     ) -> Result<Adding<'_>, AddError> {
+        Ok(self.reserve_disk(args, keys, by_api)?.open())
+    }
+
+    /// Like `begin_add`, but only enters the disk into the book. The image may be missing.
+    pub fn reserve_disk(
+        &self,
+        args: DiskArgs,
+        keys: Table,
+        by_api: bool,
+    ) -> Result<Reserved<'_>, AddError> {
         let checked = sandbox::check(&args, early::limit(&args.image)).map_err(AddError::Unseen)?;
         let image = checked.map_err(AddError::Open)?;
         let (held, settings) = self.reserve(&args, keys, by_api, image)?;
-        Ok(self.opening(held, args, settings))
+        Ok(Reserved { server: self, held, args, settings })
     }
 
     /// Like `begin_add`, for a disk that another server had, and with clients that wait for it. If

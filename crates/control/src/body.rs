@@ -1,17 +1,12 @@
 //! JSON bodies and query parameters of requests, with errors as problem documents.
 
-use std::fmt;
-
 use axum::extract::{FromRequest, FromRequestParts, Query, Request};
 use axum::http::request::Parts;
 use http_body_util::{BodyExt, LengthLimitError, Limited};
-use serde::de::{DeserializeOwned, MapAccess, Visitor};
-use serde::{Deserialize, Deserializer};
-use serde_json::Value;
+use serde::de::DeserializeOwned;
 use serde_json::error::Category;
 
 use crate::limits::ClientLimits;
-use crate::operator::Object;
 use crate::problem::{Kind, Problem};
 use crate::wrong_type::wrong_type;
 
@@ -40,53 +35,6 @@ impl<S: Sync, T: DeserializeOwned> FromRequest<S> for Body<T> {
             }
         };
         parse(&bytes).map(Body)
-    }
-}
-
-/// The keys of a disk.
-pub(crate) struct Keys {
-    keys: Object,
-    /// A key that the body has twice.
-    twice: Option<String>,
-}
-
-impl Keys {
-    /// Returns the keys. Fails if the body has one of them twice, because the server cannot know
-    /// which value the caller means.
-    pub fn unique(self) -> Result<Object, Problem> {
-        match self.twice {
-            None => Ok(self.keys),
-            Some(key) => {
-                let detail = format!("the body: the key {key:?} is there twice");
-                Err(Problem::new(Kind::Malformed, detail))
-            }
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for Keys {
-    fn deserialize<D: Deserializer<'de>>(d: D) -> Result<Self, D::Error> {
-        d.deserialize_map(KeysVisitor)
-    }
-}
-
-struct KeysVisitor;
-
-impl<'de> Visitor<'de> for KeysVisitor {
-    type Value = Keys;
-
-    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("a map")
-    }
-
-    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Keys, A::Error> {
-        let (mut keys, mut twice) = (Object::new(), None);
-        while let Some((key, value)) = map.next_entry::<String, Value>()? {
-            if keys.insert(key.clone(), value).is_some() {
-                twice.get_or_insert(key);
-            }
-        }
-        Ok(Keys { keys, twice })
     }
 }
 

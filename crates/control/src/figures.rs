@@ -103,7 +103,7 @@ pub struct DiskFigures {
     pub drained: bool,
     /// Number of connected clients, for each kind of export.
     pub clients: BTreeMap<String, u64>,
-    /// Longest time for which a snapshot, commit or stream has held requests back.
+    /// Longest time for which work on the disk, such as a snapshot, has held requests back.
     pub held_back: f64,
     /// For each kind of operation that has occurred.
     pub operations: BTreeMap<String, OperationFigures>,

@@ -10,6 +10,7 @@
 //!   metrics/   figures as metrics in Prometheus' text format
 //!   scrape     sends figures and metrics within bounds
 //!   page       what the metrics' address offers
+//!   keys       the keys of a disk in a body
 //!   body       reads a JSON body within bounds
 //!   wrong_type describes values of a wrong type without Rust's names of types
 //!   limits     times that bound what a client occupies
@@ -37,6 +38,7 @@ mod connections;
 mod description;
 pub mod events;
 pub mod figures;
+mod keys;
 mod limits;
 mod log;
 pub mod metrics;
@@ -52,8 +54,9 @@ mod wrong_type;
 
 pub use access::{Access, Peer};
 pub use body::invalid;
+pub use keys::Object;
 pub use limits::ClientLimits;
-pub use operator::{Answer, Departure, Object, Operator};
+pub use operator::{Answer, Departure, Operator};
 pub use problem::{Kind, Problem};
 pub use routes::description;
 pub use server::{Acceptance, Api, Listeners};

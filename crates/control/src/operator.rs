@@ -3,21 +3,17 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use serde_json::{Map, Value};
-
 use crate::events::EventLog;
 use crate::figures::Figures;
+use crate::keys::Object;
 use crate::problem::Problem;
 use crate::types::{
-    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest,
-    Reload, Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
+    ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Fork, Job,
+    JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
 };
 
 /// Answer of a call.
 pub type Answer<T> = Result<T, Problem>;
-
-/// A JSON object whose keys the server parses itself: those of a `[[disk]]` table.
-pub type Object = Map<String, Value>;
 
 /// A wait for clients that leave a disk. Each call returns whether they have left or the wait has
 /// failed, and None while they are still connected. Does not block for long.
@@ -43,6 +39,9 @@ pub trait Operator: Send + Sync + 'static {
     /// Opens a disk and starts its exports. `keys`: those of a `[[disk]]` table. `persist`: writes
     /// them into the configuration.
     fn add(&self, keys: Object, persist: bool) -> Answer<Disk>;
+
+    /// Takes a snapshot of a disk, and adds a second disk that begins with the same content.
+    fn fork(&self, name: &str, fork: Fork) -> Answer<Disk>;
 
     /// Closes a disk. Without `force`, refuses while a client is connected. `persist`: removes it
     /// from the configuration.

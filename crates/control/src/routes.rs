@@ -18,18 +18,19 @@ use utoipa::openapi::OpenApi as Description;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::body::{Body, Keys, Parameters};
+use crate::body::{Body, Parameters};
 use crate::description::complete;
 use crate::events::stream as events;
+use crate::keys::Keys;
 use crate::log::{self, FailedCalls};
 use crate::operator::{Answer, Operator};
 use crate::problem::{Kind, Problem};
 use crate::query::{DESCRIPTION, KnownParameters, refuse_unknown};
 use crate::scrape::{self, Scrapes};
 use crate::types::{
-    ChangeQuery, Disconnect, Disconnected, Disk, Disks, Drain, Drained, Flushed, Job, JobRequest,
-    Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize, Resized, Resumed, ServerInfo,
-    Snapshot, Upgrade, Upgraded,
+    Backup, ChangeQuery, Disconnect, Disconnected, Disk, Disks, Drain, Drained, Flushed, Fork, Job,
+    JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize, Resized, Resumed,
+    ServerInfo, Snapshot, Upgrade, Upgraded,
 };
 
 /// Maximum number of threads that run calls. Two of them answer calls that do not block, and those
@@ -166,6 +167,8 @@ fn parts() -> (Router<Calls>, Description) {
         .routes(routes!(snapshot))
         .routes(routes!(commit))
         .routes(routes!(stream))
+        .routes(routes!(backup))
+        .routes(routes!(fork))
         .routes(routes!(jobs))
         .routes(routes!(job, cancel))
         .routes(routes!(reload))
@@ -393,6 +396,35 @@ async fn stream(
     start(calls, name, JobRequest::Stream).await
 }
 
+/// Starts a backup: copies the disk, as it is at this moment, into a new image.
+#[utoipa::path(post, path = "/v1/disks/{name}/backup", params(("name" = String, Path)),
+    request_body = Backup, responses(
+        (status = ACCEPTED, body = Job), (status = BAD_REQUEST, body = Problem),
+        (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn backup(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(options): Body<Backup>,
+) -> Answer<(StatusCode, Json<Job>)> {
+    start(calls, name, JobRequest::Backup(options)).await
+}
+
+/// Takes a snapshot of a disk, and adds a second, writable disk that begins with the same content.
+#[utoipa::path(post, path = "/v1/disks/{name}/fork", params(("name" = String, Path)),
+    request_body = Fork, responses(
+        (status = CREATED, body = Disk), (status = BAD_REQUEST, body = Problem),
+        (status = NOT_FOUND, body = Problem), (status = CONFLICT, body = Problem),
+        (status = UNPROCESSABLE_ENTITY, body = Problem)))]
+async fn fork(
+    State(calls): State<Calls>,
+    At(name): At<String>,
+    Body(fork): Body<Fork>,
+) -> Answer<(StatusCode, Json<Disk>)> {
+    let disk = calls.slow(move |operator| operator.fork(&name, fork)).await?;
+    Ok((StatusCode::CREATED, disk))
+}
+
 async fn start(calls: Calls, name: String, job: JobRequest) -> Answer<(StatusCode, Json<Job>)> {
     let job = calls.slow(move |operator| operator.start(&name, job)).await?;
     Ok((StatusCode::ACCEPTED, job))
@@ -416,7 +448,7 @@ async fn job(State(calls): State<Calls>, At(number): At<u64>) -> Answer<Json<Job
         .await
 }
 
-/// Cancels a commit or a stream. The answer is the job, which may still run for a moment.
+/// Cancels a commit, stream or backup. The answer is the job, which may still run for a moment.
 #[utoipa::path(delete, path = "/v1/jobs/{number}", params(("number" = u64, Path)), responses(
     (status = OK, body = Job), (status = NOT_FOUND, body = Problem)))]
 async fn cancel(State(calls): State<Calls>, At(number): At<u64>) -> Answer<Json<Job>> {

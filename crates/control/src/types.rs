@@ -5,6 +5,8 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
+use crate::keys::{self, unique_keys};
+
 /// The server.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct ServerInfo {
@@ -64,6 +66,13 @@ pub struct DiskRow {
     /// Whether a drain holds the requests back, until the disk is resumed.
     #[serde(default)]
     pub drained: bool,
+    /// Why the disk is poisoned: it accepts no more writes until its image is opened again. Null:
+    /// it is not poisoned.
+    #[serde(default)]
+    pub poisoned: Option<String>,
+    /// Whether the image is closed, because no guest uses the disk (`activation = "rings"`).
+    #[serde(default)]
+    pub inactive: bool,
 }
 
 /// The list of disks.
@@ -77,6 +86,9 @@ pub struct Disks {
 pub struct Disk {
     #[serde(flatten)]
     pub row: DiskRow,
+    /// Seconds after which the requests of a drained disk go on without a call.
+    #[serde(default)]
+    pub drain_seconds_left: Option<u64>,
     /// The block device of this host that an export has made.
     pub device: Option<String>,
     /// Who uses the disk. Empty while it is being opened or closed.
@@ -135,6 +147,9 @@ pub struct Settings {
     pub cache: String,
     /// What happens to a request without space on the host: `error` or `pause`.
     pub on_enospc: String,
+    /// When the image is opened: at the `start`, or when the guest's `rings` run.
+    #[serde(default)]
+    pub activation: String,
     pub queues: u16,
     pub group: Option<String>,
     pub weight: u32,
@@ -269,10 +284,42 @@ pub struct Snapshot {
     pub persist: bool,
 }
 
+/// Where the copy of a disk goes.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Backup {
+    /// Path of the image to create. The file must not exist.
+    pub target: String,
+    /// Format of the image: `raw` or `qcow2`. Null: by the name of the target, else raw.
+    #[serde(default)]
+    pub format: Option<String>,
+}
+
+/// A second disk that begins with the present content of a disk.
+#[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
+#[serde(deny_unknown_fields)]
+pub struct Fork {
+    /// Path of the overlay to create for the old disk, which goes on in it. The file must not
+    /// exist.
+    pub overlay: String,
+    /// Continue although the old image cannot record that it has an overlay.
+    #[serde(default)]
+    pub unrecorded: bool,
+    /// Write both disks into the configuration too.
+    #[serde(default)]
+    pub persist: bool,
+    /// Keys of the new disk: those of a `[[disk]]` table. `image` is the path of the image to
+    /// create, which is qcow2.
+    #[serde(deserialize_with = "unique_keys")]
+    #[schema(value_type = Object)]
+    pub disk: keys::Object,
+}
+
 /// A job to start.
 #[derive(Clone, Debug, PartialEq)]
 pub enum JobRequest {
     Snapshot(Snapshot),
+    Backup(Backup),
     Commit,
     Stream,
 }
@@ -287,12 +334,13 @@ pub enum JobState {
     Failed,
 }
 
-/// A snapshot, commit or stream of a disk.
+/// A snapshot, commit, stream or backup of a disk.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]
 pub struct Job {
     pub number: u64,
     pub disk: String,
-    /// What the job does, for people: `snapshot into top.qcow2`, `commit`, `stream`.
+    /// What the job does, for people: `snapshot into top.qcow2`, `commit`, `stream`,
+    /// `backup into copy.qcow2`.
     pub kind: String,
     pub state: JobState,
     /// Number of bytes done.

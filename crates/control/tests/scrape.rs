@@ -11,7 +11,7 @@ use std::time::Duration;
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    ChangeQuery, Disconnect, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest, Reload,
+    ChangeQuery, Disconnect, Disk, DiskRow, Drain, Drained, Flushed, Fork, Job, JobRequest, Reload,
     Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
 };
 use blockyard_control::{
@@ -68,6 +68,10 @@ impl Operator for Long {
     }
 
     fn add(&self, _: Object, _: bool) -> Answer<Disk> {
+        nothing()
+    }
+
+    fn fork(&self, _: &str, _: Fork) -> Answer<Disk> {
         nothing()
     }
 

@@ -13,13 +13,15 @@ use std::sync::Arc;
 use blockyard_ring::{Handle, Meter, WriteFigures};
 
 use crate::backend::{Backend, Source};
-use crate::dirty::DirtyMap;
+use crate::copy_map::CopyMap;
+use crate::request::Op;
+use crate::tracker::Tracker;
 
 /// The image that this reactor has open, until it is exchanged for another.
 pub(crate) struct CurrentImage {
     pub(crate) backend: Backend,
-    /// Records the ranges that are written, during a commit.
-    pub(crate) dirty: Option<Arc<DirtyMap>>,
+    /// What a job has to know of requests that change the disk.
+    pub(crate) tracker: Option<Tracker>,
     /// Counts the I/O of the image's files, and how much of it was charged to requests. None:
     /// nothing is counted.
     metered: Option<Metered>,
@@ -66,12 +68,12 @@ impl CurrentImage {
     pub(crate) fn open(
         handle: &Handle,
         source: &Source,
-        dirty: Option<Arc<DirtyMap>>,
+        tracker: Option<Tracker>,
     ) -> io::Result<Self> {
         if source.chain().is_none() && source.file().is_none() {
             return Ok(CurrentImage {
                 backend: Backend::open(handle, source)?,
-                dirty,
+                tracker,
                 metered: None,
             });
         }
@@ -79,12 +81,24 @@ impl CurrentImage {
         let backend = Backend::open(&handle.metered(&meter), source)?;
         let metered = Metered { meter, accounted: Cell::default() };
         metered.accounted.set(metered.done());
-        Ok(CurrentImage { backend, dirty, metered: Some(metered) })
+        Ok(CurrentImage { backend, tracker, metered: Some(metered) })
     }
 
     /// Returns an image whose I/O is not counted.
     pub(crate) fn unmetered(backend: Backend) -> Self {
-        CurrentImage { backend, dirty: None, metered: None }
+        CurrentImage { backend, tracker: None, metered: None }
+    }
+
+    /// Returns whether a request may begin. If not, it must wait for [`CurrentImage::must_wait`].
+    #[inline]
+    pub(crate) fn admits(&self, op: Op, offset: u64, len: u64) -> bool {
+        self.tracker.as_ref().is_none_or(|tracker| tracker.must_wait(op, offset, len).is_none())
+    }
+
+    /// Returns the map of a backup for which a request must wait before it begins.
+    #[inline]
+    pub(crate) fn must_wait(&self, op: Op, offset: u64, len: u64) -> Option<Arc<CopyMap>> {
+        self.tracker.as_ref()?.must_wait(op, offset, len).cloned()
     }
 
     /// Runs a request's future. Adds the I/O of the image's files that its polls begin to
@@ -134,7 +148,7 @@ impl CurrentImage {
 
     /// Returns an image that fails every request.
     pub(crate) fn gone(why: &io::Error) -> Self {
-        CurrentImage { backend: Backend::Gone(why.to_string()), dirty: None, metered: None }
+        CurrentImage { backend: Backend::Gone(why.to_string()), tracker: None, metered: None }
     }
 }
 

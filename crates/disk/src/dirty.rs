@@ -26,15 +26,20 @@ pub struct DirtyMap {
 /// A change in progress. Dropping this records it.
 pub struct Changing<'a>(&'a DirtyMap, u64, u64);
 
+/// Returns log2 of the size in bytes of the parts of a disk.
+pub(crate) fn part_bits(size: u64) -> u32 {
+    size.div_ceil(MOST).next_power_of_two().max(SMALLEST).trailing_zeros()
+}
+
+/// Returns a word for every 64 parts, without any bit set.
+pub(crate) fn no_bits(parts: u64) -> Vec<AtomicU64> {
+    (0..parts.div_ceil(64)).map(|_| AtomicU64::new(0)).collect()
+}
+
 impl DirtyMap {
     pub fn new(size: u64) -> Self {
-        let part = size.div_ceil(MOST).next_power_of_two().max(SMALLEST);
-        let words = size.div_ceil(part).div_ceil(64);
-        DirtyMap {
-            bits: part.trailing_zeros(),
-            size,
-            words: (0..words).map(|_| AtomicU64::new(0)).collect(),
-        }
+        let bits = part_bits(size);
+        DirtyMap { bits, size, words: no_bits(size.div_ceil(1 << bits)) }
     }
 
     /// Returns a guard that records the range as changed when it is dropped.

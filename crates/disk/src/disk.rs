@@ -16,7 +16,6 @@ use blockyard_sched::{Knobs, Share};
 
 use crate::backend::Source;
 use crate::client_counts::ClientCounts;
-use crate::dirty::DirtyMap;
 use crate::drain::Drain;
 use crate::filter::Filter;
 use crate::flush::{FlushFigures, FlushGroup};
@@ -26,6 +25,7 @@ use crate::on_enospc::OnEnospc;
 use crate::once_a_second::OnceASecond;
 use crate::request::Failure;
 use crate::statistics::Statistics;
+use crate::tracker::Tracker;
 
 /// Maximum number of unsynced bytes that a disk with neighbours leaves in the page cache. Writing
 /// them takes a few milliseconds of device time.
@@ -79,10 +79,10 @@ pub struct Disk {
     pub(crate) drain: Drain,
     /// Whether reactors read the backing image with metadata from before a commit that failed.
     pub(crate) has_stale_backing: AtomicBool,
-    /// Held by the snapshot, commit or stream that runs: one at a time.
+    /// Held by the snapshot, commit, stream or backup that runs: one at a time.
     pub(crate) work: Mutex<()>,
-    /// Whether the disk is being closed. If so, no snapshot, commit or stream begins, and a running
-    /// one ends.
+    /// Whether the disk is being closed. If so, no snapshot, commit, stream or backup begins, and a
+    /// running one ends.
     ended: AtomicBool,
     /// Whether a reactor or a job has opened the image since the disk was opened.
     used: AtomicBool,
@@ -104,8 +104,8 @@ pub struct Disk {
 #[derive(Debug)]
 pub(crate) struct ServingState {
     pub source: Source,
-    /// Records the ranges that are written, during a commit.
-    pub dirty: Option<Arc<DirtyMap>>,
+    /// What the job that runs has to know of requests that change the disk.
+    pub tracker: Option<Tracker>,
     /// The reactors that have the disk open.
     pub reactors: Vec<Remote>,
     /// Whether the disk is quiesced. If so, a reactor that opens the disk now lets no request
@@ -129,8 +129,8 @@ impl Disk {
             .is_some_and(|f| !f.direct());
         let on_device = source.file().is_some_and(|file| file.is_device());
         let cached = source.file().is_some_and(|file| !file.direct());
-        let serving_state =
-            Mutex::new(ServingState { source, dirty: None, reactors: Vec::new(), quiesced: false });
+        let (tracker, reactors, quiesced) = (None, Vec::new(), false);
+        let serving_state = Mutex::new(ServingState { source, tracker, reactors, quiesced });
         let (
             flushes,
             unsynced,
@@ -201,8 +201,8 @@ impl Disk {
         self.serving_state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Cancels a running snapshot, commit or stream, waits for its end, and lets no other begin.
-    /// Call it before the disk is closed, from a thread that is no reactor.
+    /// Cancels a running snapshot, commit, stream or backup, waits for its end, and lets no other
+    /// begin. Call it before the disk is closed, from a thread that is no reactor.
     pub fn end_work(&self) {
         self.ended.store(true, Ordering::SeqCst);
         self.drain.resume();
@@ -258,6 +258,16 @@ impl Disk {
 
     pub fn poisoned(&self) -> Option<&str> {
         self.poisoned.get().map(String::as_str)
+    }
+
+    /// Returns why the disk accepts no writes, or no requests, until its image is opened again: it
+    /// is poisoned, or a resize has lost the image.
+    pub fn unusable(&self) -> Option<String> {
+        let lost = || match self.source() {
+            Source::Gone { why, .. } => Some(why),
+            _ => None,
+        };
+        self.poisoned().map(String::from).or_else(lost)
     }
 
     /// Records an acknowledged write. Writes the flag only if it is not set yet, so that reactors

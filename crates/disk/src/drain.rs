@@ -8,8 +8,17 @@ use std::time::{Duration, Instant};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct DrainState {
     pub is_drained: bool,
+    /// When the requests of a drained disk go on without a call.
+    pub until: Option<Instant>,
     /// Number of drains that ended because their time had passed.
     pub expired: u64,
+}
+
+impl DrainState {
+    /// Returns the time after which the requests of a drained disk go on without a call.
+    pub fn left(&self) -> Option<Duration> {
+        self.until.map(|until| until.saturating_duration_since(Instant::now()))
+    }
 }
 
 /// Whether an operator holds the requests of a disk back.
@@ -45,9 +54,10 @@ impl Drain {
         self.changed.notify_all();
     }
 
-    /// Notes that the requests are held now.
-    pub fn begin(&self) {
-        self.lock().is_drained = true;
+    /// Notes that the requests are held now, at most for `limit`.
+    pub fn begin(&self, limit: Duration) {
+        let mut state = self.lock();
+        (state.is_drained, state.until) = (true, Some(Instant::now() + limit));
     }
 
     /// Lets the requests go on. If they were held, returns the number of drains that have ended,
@@ -55,6 +65,7 @@ impl Drain {
     pub fn resume(&self) -> Option<u64> {
         let mut state = self.lock();
         let was_drained = std::mem::replace(&mut state.is_drained, false);
+        state.until = None;
         let ended = self.ended.load(Ordering::SeqCst);
         drop(state);
         self.changed.notify_all();
@@ -67,14 +78,14 @@ impl Drain {
         drop(self.changed.wait_timeout_while(self.lock(), limit, is_same));
     }
 
-    /// Waits for [`Drain::resume`]. Returns false if `limit` has passed without it.
-    pub fn wait(&self, limit: Duration) -> bool {
-        let until = Instant::now() + limit;
+    /// Waits for [`Drain::resume`]. Returns false if the time of the drain has passed without it.
+    pub fn wait(&self) -> bool {
         let mut state = self.lock();
         while state.is_drained {
-            let left = until.saturating_duration_since(Instant::now());
+            let left = state.left().unwrap_or_default();
             if left.is_zero() {
-                *state = DrainState { is_drained: false, expired: state.expired + 1 };
+                let expired = state.expired + 1;
+                *state = DrainState { is_drained: false, until: None, expired };
                 return false;
             }
             let waited = self.changed.wait_timeout(state, left);

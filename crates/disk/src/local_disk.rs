@@ -14,24 +14,25 @@ use std::time::{Duration, Instant};
 use blockyard_image::{BlockStatus, IncompleteCluster, is_full};
 use blockyard_ring::probe::{self, Probed};
 use blockyard_ring::{Handle, Segments};
-use blockyard_sched::Share;
 
 use crate::backend::Backend;
-use crate::current_image::{CurrentImage, FileIo};
+use crate::current_image::CurrentImage;
 use crate::disk::Disk;
 use crate::filter::Dice;
 use crate::in_flight::{self, InFlight};
 use crate::pause::Pause;
-use crate::quiesce::{InFlightGuard, Quiesce};
+use crate::quiesce::Quiesce;
 use crate::request::{Failure, Finished, Op, Request, Status, Token};
 use crate::statistics::{DiskCounts, OpKind, Statistics};
-use crate::throttle::{self, Throttle};
+use crate::throttle::Throttle;
 
+mod admitting;
 mod ending;
 mod merge;
 mod of_reactor;
 mod paused;
 
+use admitting::Wanted;
 pub use merge::Run;
 
 /// A disk on one reactor.
@@ -50,31 +51,6 @@ pub struct LocalDisk {
     statistics: RefCell<Statistics>,
     in_flight: InFlight,
     dice: Dice,
-}
-
-/// A request that was admitted.
-pub(crate) struct Admitted<'a> {
-    image: Rc<CurrentImage>,
-    share: &'a Share,
-    /// Number of bytes that the request was charged for.
-    charged: u64,
-    /// What the request began on the image's files. When this is dropped, the disk is charged for
-    /// the I/O that its image has done beyond its requests.
-    file_io: Cell<FileIo>,
-    _in_flight: InFlightGuard<'a>,
-    admission: throttle::Admission<'a>,
-}
-
-impl Drop for Admitted<'_> {
-    #[inline]
-    fn drop(&mut self) {
-        if let Some(more) = self.image.uncharged(self.file_io.get(), self.charged) {
-            self.share.charge_more(more.operations, more.bytes);
-        }
-        if self.file_io.get().operations == 0 && self.image.is_idle_without_io() {
-            self.admission.set_idle();
-        }
-    }
 }
 
 /// A request after an attempt to serve it.
@@ -147,62 +123,6 @@ impl LocalDisk {
         statistics.lookups.merge(&old.backend.lookups());
     }
 
-    /// Admits work that belongs to no request. It waits only while the disk is quiesced.
-    #[inline]
-    async fn enter(&self) -> Admitted<'_> {
-        let in_flight = self.quiesce.enter().await;
-        self.admitted(in_flight)
-    }
-
-    /// Admits requests at once, if nothing is limited or shared, and the disk is not quiesced.
-    #[inline]
-    fn enter_now(&self) -> Option<Admitted<'_>> {
-        if !self.throttle.is_open() {
-            return None;
-        }
-        self.quiesce.try_enter().map(|in_flight| self.admitted(in_flight))
-    }
-
-    #[inline]
-    fn admitted<'a>(&'a self, in_flight: InFlightGuard<'a>) -> Admitted<'a> {
-        Admitted {
-            image: self.image.borrow().clone(),
-            share: self.throttle.share(),
-            charged: 0,
-            file_io: Cell::default(),
-            _in_flight: in_flight,
-            admission: throttle::Admission::default(),
-        }
-    }
-
-    /// Admits requests that form one operation. Waits for the limits, for the disk's share, and for
-    /// the end of a quiesce.
-    #[inline]
-    async fn enter_for(&self, op: Op, offset: u64, len: u64, requests: u32) -> Admitted<'_> {
-        if self.throttle.is_open() {
-            return self.enter().await;
-        }
-        let operation = self.throttle.operation(op, offset, len, requests);
-        let number = self.throttle.arrive();
-        loop {
-            let admission = self.throttle.enter(&operation, number).await;
-            if let Some(in_flight) = self.quiesce.try_enter() {
-                let image = self.image.borrow().clone();
-                return Admitted {
-                    image,
-                    share: self.throttle.share(),
-                    charged: operation.moves(),
-                    file_io: Cell::default(),
-                    _in_flight: in_flight,
-                    admission,
-                };
-            }
-            // During a quiesce a waiting request must hold nothing that other requests need.
-            admission.give_back(&operation);
-            Box::pin(self.quiesce.wait_for_resume()).await;
-        }
-    }
-
     /// Serves a request. The caller delivers the answer.
     #[inline]
     pub async fn serve<T: Token>(&self, request: Request<T>) -> Finished<T> {
@@ -230,22 +150,21 @@ impl LocalDisk {
     #[inline]
     async fn attempt<T: Token>(&self, request: Request<T>, probed: Probed<'_>) -> Attempt<T> {
         // A request that will be refused costs nothing.
-        let len = if self.check(&request).is_ok() { request.len } else { 0 };
-        let mut admitted = match self.enter_now() {
+        let charged = if self.check(&request).is_ok() { request.len } else { 0 };
+        let Request { op, offset, len, .. } = request;
+        let wanted = Wanted { op, offset, len, charged, requests: 1 };
+        let mut admitted = match self.enter_now(&wanted) {
             Some(admitted) => admitted,
-            None => {
-                let entering = self.enter_for(request.op, request.offset, len, 1);
-                match request.unless_withdrawn(entering).await {
-                    Some(admitted) => admitted,
-                    None => return Attempt::Finished(request.withdraw()),
-                }
-            }
+            None => match request.unless_withdrawn(self.enter_for(&wanted)).await {
+                Some(admitted) => admitted,
+                None => return Attempt::Finished(request.withdraw()),
+            },
         };
-        if request.op == Op::Flush {
+        if op == Op::Flush {
             // The sync that it shares, or begins, is charged by itself. Until then the device does
             // not work for it.
             admitted.admission.end();
-        } else if admitted.image.backend.is_long(request.op, len) {
+        } else if admitted.image.backend.is_long(op, charged) {
             admitted.admission.leave_room();
         }
         probe::request_admitted(probed);
@@ -429,9 +348,10 @@ impl LocalDisk {
             return (segments, Err(e));
         }
         let keeps = !self.disk.options().cache.ignores_flush();
-        let _changing = match (&image.dirty, op) {
+        let _changing = match (&image.tracker, op) {
             (None, _) | (_, Op::Read | Op::Flush) => None,
-            (Some(dirty), _) => Some(dirty.changing(offset, len)),
+            (Some(tracker), _) if tracker.ignores(op, offset, len) => return (segments, Ok(())),
+            (Some(tracker), _) => tracker.changing(offset, len),
         };
         match op {
             Op::Read => image.backend.read(segments, offset).await,

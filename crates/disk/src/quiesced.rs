@@ -20,10 +20,10 @@ use blockyard_ring::Handle;
 
 use crate::backend::Source;
 use crate::current_image::CurrentImage;
-use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesce::Reply;
+use crate::tracker::Tracker;
 
 /// Longest time that a quiesce waits for the requests in flight. New requests are held back during
 /// this time.
@@ -65,13 +65,9 @@ impl Disk {
 
 impl QuiescedDisk {
     /// Exchanges the image on all reactors, or on none if one of them cannot open the new image.
-    /// `dirty`: map that records the ranges that are written from now on.
-    pub fn exchange(
-        &self,
-        source: &Source,
-        dirty: Option<&Arc<DirtyMap>>,
-    ) -> Result<(), QuiesceError> {
-        let (new, map) = (source.clone(), dirty.cloned());
+    /// `tracker`: what a job has to know of requests that change the disk from now on.
+    pub fn exchange(&self, source: &Source, tracker: Option<&Tracker>) -> Result<(), QuiesceError> {
+        let (new, map) = (source.clone(), tracker.cloned());
         self.each(move |local_disk, handle, reply| {
             let image = CurrentImage::open(handle, &new, map.clone());
             let _ = reply.send(
@@ -81,9 +77,9 @@ impl QuiescedDisk {
         {
             let mut serving = self.disk.serving_state();
             serving.source = source.clone();
-            serving.dirty = dirty.cloned();
+            serving.tracker = tracker.cloned();
         }
-        let (new, map) = (source.clone(), dirty.cloned());
+        let (new, map) = (source.clone(), tracker.cloned());
         let exchanged = self.each(move |local_disk, handle, reply| {
             // A reactor that opened the disk between the two rounds has not prepared an image.
             let image = local_disk

@@ -92,6 +92,10 @@ pub trait Export: Send {
         None
     }
 
+    /// Notes for the next server which images the disk has now, after work that has exchanged them.
+    /// Exports that keep nothing for the next server ignore this.
+    fn keep_images(&mut self) {}
+
     /// Returns the block device of this host that the export has made, if it has made one.
     fn device(&self) -> Option<PathBuf> {
         None

@@ -16,7 +16,7 @@ use blockyard_ring::inherited::Claim;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::rights;
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::fs::{Access, AtFlags, CWD};
+use rustix::fs::{Access, AtFlags, CWD, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketFlags, SocketType};
 use serde::{Deserialize, Serialize};
@@ -133,6 +133,16 @@ impl Listener {
     /// Returns the path of the socket file, if a server has created it.
     pub fn path(&self) -> Option<&Path> {
         self.made.as_ref().map(|(path, _)| path.as_path())
+    }
+
+    /// Opens the socket file, for its attributes only (`O_PATH`). Returns `None` if no server has
+    /// created it, or if the path has another file now.
+    pub fn open_file(&self) -> Option<OwnedFd> {
+        let (path, (dev, ino)) = self.made.as_ref()?;
+        let flags = OFlags::PATH | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        let file = rustix::fs::open(path, flags, Mode::empty()).ok()?;
+        let meta = rustix::fs::fstat(&file).ok()?;
+        ((meta.st_dev, meta.st_ino) == (*dev, *ino)).then_some(file)
     }
 
     fn of(

@@ -141,6 +141,31 @@ const ALL: &[(&str, &[Example])] = &[
             ),
         ],
     ),
+    (
+        "ctl backup",
+        &[
+            example("Copy a disk in use", "blockyard ctl backup web /backup/web.qcow2"),
+            example(
+                "Begin to copy a disk into a raw image",
+                "blockyard ctl backup web /dev/shm/web.img --format raw --no-wait",
+            ),
+        ],
+    ),
+    (
+        "ctl fork",
+        &[
+            example(
+                "Add a disk web-test that begins as the disk web is now",
+                "blockyard ctl fork web /srv/web-2.qcow2 name=web-test \
+                 image=/srv/web-test.qcow2 vhost-user=/run/web-test.sock",
+            ),
+            example(
+                "Make it so that a restart knows both disks",
+                "blockyard ctl fork --persist web /srv/web-2.qcow2 name=web-test \
+                 image=/srv/web-test.qcow2 vhost-user=/run/web-test.sock",
+            ),
+        ],
+    ),
     ("ctl commit", &[example("Commit, and wait for the end", "blockyard ctl commit web")]),
     ("ctl stream", &[example("Begin to stream", "blockyard ctl stream web --no-wait")]),
     ("ctl jobs", &[example("List the jobs and their progress", "blockyard ctl jobs")]),

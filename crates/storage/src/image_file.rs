@@ -15,7 +15,7 @@ use rustix::fs::{FileType, Mode, OFlags};
 
 use crate::cache::CacheMode;
 use crate::file::lock::{LockError, take_lock};
-use crate::file::{self, FileId, HostFile, access, path_of, record};
+use crate::file::{self, Abandoned, FileId, HostFile, access, path_of, record};
 use crate::opened::{OpenError, OpenOptions, Opened};
 use crate::range_lock::RangeLock;
 use crate::sim::{Journal, Recorded};
@@ -141,7 +141,7 @@ impl ImageFile {
             |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
         let flags = OFlags::RDWR | OFlags::CLOEXEC | OFlags::NOCTTY;
         let opening = "opening it once more, to write to it";
-        let mine = self.local().map_err(failed(opening))?;
+        let mine = self.local_writer()?;
         let fd = Arc::new(LockedFile::from(self.open_again(flags).map_err(failed(opening))?));
         let writer =
             ImageFile { medium: Medium::File(fd.clone()), read_only: false, ..self.twin() };
@@ -200,6 +200,20 @@ impl ImageFile {
         host::lock(mine, Lock::None).map(|_| ())
     }
 
+    /// Returns the descriptor. Returns an error if only a server or a program can write the data.
+    fn local_writer(&self) -> Result<&Arc<LockedFile>, OpenError> {
+        self.fd().ok_or_else(|| {
+            let is_target = self.opened().is_some_and(|opened| opened.is_target());
+            let hint = if is_target {
+                "an image of a program cannot be committed into: use stream"
+            } else {
+                "an image on a server cannot be committed into: use stream"
+            };
+            let kind = io::ErrorKind::Unsupported;
+            OpenError::Explained { path: self.path.clone(), hint, kind }
+        })
+    }
+
     fn local(&self) -> io::Result<&Arc<LockedFile>> {
         self.fd().ok_or_else(|| {
             io::Error::new(io::ErrorKind::Unsupported, "it is not a file of this host")
@@ -224,6 +238,19 @@ impl ImageFile {
     pub fn remove_overlay_record(&self) -> io::Result<()> {
         let remove = || self.fd().map_or(Ok(()), record::remove);
         self.journal.as_ref().map_or_else(remove, |journal| journal.note(&self.path, None, remove))
+    }
+
+    /// Returns the mark of an overlay that was abandoned. None: it was not, or the storage is no
+    /// file of this host.
+    pub fn abandoned(&self) -> Result<Option<Abandoned>, OpenError> {
+        let read = self.fd().map_or(Ok(None), |fd| record::abandoned(fd, &self.path));
+        let operation = "reading the mark of an abandoned overlay";
+        read.map_err(|source| OpenError::Io { path: self.path.clone(), operation, source })
+    }
+
+    /// Durably removes the mark of an abandoned overlay, if there is one.
+    pub fn remove_abandoned_mark(&self) -> io::Result<()> {
+        self.fd().map_or(Ok(()), record::remove_mark)
     }
 
     pub fn path(&self) -> &Path {

@@ -46,7 +46,7 @@ pub struct OpenOptions {
 pub enum Overlaid {
     #[default]
     Refuse,
-    /// Open the image and remove the record: the overlay is abandoned.
+    /// Open the image and remove the record: the overlay is abandoned, and marked so.
     Abandon,
     /// Open the image if the record names one of these files, which lie over the image and hide
     /// what is written to it.
@@ -87,6 +87,12 @@ pub enum OpenError {
              (blockyard serve --abandon-overlay)",
              path.display(), overlay.to_string_lossy().escape_debug())]
     Overlaid { path: PathBuf, overlay: PathBuf },
+    #[error("image {0}: this overlay was abandoned (serve --abandon-overlay): {1} was written to \
+             without it, so the overlay shows a mixture of old and new data. Remove it; or copy \
+             what it shows (blockyard image convert {0} COPY). If {1} has its old data again: \
+             blockyard image rebase -u -F FORMAT -b {1} {0}",
+             path.display(), base.to_string_lossy().escape_debug())]
+    Abandoned { path: PathBuf, base: PathBuf },
     #[error("image {}: {advice}", path.display())]
     Sandboxed { path: PathBuf, advice: String, source: io::Error },
     #[error("image {}: it belongs to the server's configuration or is a program of it, which no disk may use", path.display())]
@@ -115,6 +121,7 @@ impl OpenError {
             OpenError::Open { .. }
             | OpenError::Locked { .. }
             | OpenError::Overlaid { .. }
+            | OpenError::Abandoned { .. }
             | OpenError::Reserved { .. }
             | OpenError::Io { .. }
             | OpenError::Sandboxed { .. }

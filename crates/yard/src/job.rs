@@ -1,9 +1,9 @@
-//! A job: a snapshot, commit or stream of a disk. Its handle shows its state and progress.
+//! A job: a snapshot, commit, stream or backup of a disk. Its handle shows its state and progress.
 
 use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 
-use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
+use blockyard_disk::{BackupOptions, Disk, SnapshotOptions, Why, Work, WorkError};
 
 /// What a job does.
 #[derive(Clone, Debug)]
@@ -14,6 +14,8 @@ pub enum JobKind {
     Commit,
     /// Copies the data of all backing images into the topmost one, which then needs none.
     Stream,
+    /// Copies the disk, as it is when the job begins, into a new image.
+    Backup(BackupOptions),
 }
 
 impl fmt::Display for JobKind {
@@ -22,6 +24,7 @@ impl fmt::Display for JobKind {
             JobKind::Snapshot(options) => write!(f, "snapshot into {}", options.overlay.display()),
             JobKind::Commit => write!(f, "commit"),
             JobKind::Stream => write!(f, "stream"),
+            JobKind::Backup(options) => write!(f, "backup into {}", options.target.display()),
         }
     }
 }
@@ -69,13 +72,19 @@ impl Job {
         }))
     }
 
-    /// Does the job on this thread. Waiters continue after [`Job::end`].
-    pub(crate) fn run(&self, disk: &Arc<Disk>) {
+    /// Does the job on this thread. `others` returns all disks of the yard. Waiters continue after
+    /// [`Job::end`].
+    pub(crate) fn run(
+        &self,
+        disk: &Arc<Disk>,
+        others: impl FnOnce() -> Option<Vec<Arc<Disk>>> + 'static,
+    ) {
         let Shared { kind, work, number, .. } = &*self.0;
         let result = match kind {
             JobKind::Snapshot(options) => disk.snapshot(options),
-            JobKind::Commit => disk.commit(work),
+            JobKind::Commit => disk.commit_among(work, others),
             JobKind::Stream => disk.stream(work),
+            JobKind::Backup(options) => disk.backup(options, work),
         };
         self.0.progress().state = match result {
             Ok(()) => JobState::Done,
@@ -124,8 +133,8 @@ impl Job {
         (progress.done(), progress.total())
     }
 
-    /// Cancels a commit or a stream. Its state becomes [`JobState::Failed`], unless it is done
-    /// already. A snapshot is not cancelled, because it is short.
+    /// Cancels a commit, stream or backup. Its state becomes [`JobState::Failed`], unless it is
+    /// done already. A snapshot is not cancelled, because it is short.
     pub fn cancel(&self) {
         self.0.work.cancel();
     }

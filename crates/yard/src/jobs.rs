@@ -9,6 +9,7 @@ use blockyard_disk::Disk;
 use blockyard_ring::pool::{Pool, Refused};
 
 use crate::error::YardError;
+use crate::exports::Exports;
 use crate::job::{Job, JobKind};
 use crate::observer::{Event, Observer};
 
@@ -28,12 +29,18 @@ pub(crate) struct Jobs {
     /// Has a thread for each job that may run. A job must not wait for another one.
     pool: Pool,
     observer: Option<Arc<dyn Observer>>,
+    all_disks: AllDisks,
 }
 
+/// Returns all disks of the yard that were opened, also those that are being closed. None: the yard
+/// does not answer in time.
+pub(crate) type AllDisks = Arc<dyn Fn() -> Option<Vec<Arc<Disk>>> + Send + Sync>;
+
 impl Jobs {
-    pub fn new(observer: Option<Arc<dyn Observer>>) -> Self {
+    pub fn new(observer: Option<Arc<dyn Observer>>, all_disks: AllDisks) -> Self {
         let (all, numbers) = Default::default();
-        Jobs { all, numbers, pool: Pool::new("yard job", MAX_RUNNING, LINGER), observer }
+        let pool = Pool::new("yard job", MAX_RUNNING, LINGER);
+        Jobs { all, numbers, pool, observer, all_disks }
     }
 
     fn all(&self) -> MutexGuard<'_, Vec<Job>> {
@@ -58,7 +65,12 @@ impl Jobs {
         }
     }
 
-    pub fn start(&self, name: &str, disk: &Arc<Disk>, kind: JobKind) -> Result<Job, YardError> {
+    pub fn start(
+        &self,
+        name: &str,
+        (disk, exports): (&Arc<Disk>, &Exports),
+        kind: JobKind,
+    ) -> Result<Job, YardError> {
         let mut all = self.all();
         let running = all.iter().filter(|job| job.is_running()).count();
         if running >= MAX_RUNNING {
@@ -66,8 +78,9 @@ impl Jobs {
         }
         let number = self.numbers.fetch_add(1, Ordering::Relaxed) + 1;
         let job = Job::new(number, name, disk, kind);
-        let (running_job, disk, observer) = (job.clone(), disk.clone(), self.observer.clone());
-        let task = move |(): &()| run(&running_job, &disk, observer.as_deref());
+        let (running_job, observer) = (job.clone(), self.observer.clone());
+        let (disk, exports, others) = (disk.clone(), exports.clone(), self.all_disks.clone());
+        let task = move |(): &()| run(&running_job, (&disk, &exports), others, observer.as_deref());
         let started = self.pool.run_now(Box::new(task));
         started.map_err(|Refused { error: source, .. }| YardError::Thread {
             disk: name.into(),
@@ -84,12 +97,18 @@ impl Jobs {
     }
 }
 
-fn run(job: &Job, disk: &Arc<Disk>, observer: Option<&dyn Observer>) {
+fn run(
+    job: &Job,
+    (disk, exports): (&Arc<Disk>, &Exports),
+    all_disks: AllDisks,
+    observer: Option<&dyn Observer>,
+) {
     let report = |event: fn(Job) -> Event| {
         observer.into_iter().for_each(|observer| observer.event(event(job.clone())));
     };
     report(Event::JobBegun);
-    job.run(disk);
+    job.run(disk, move || all_disks());
+    exports.keep_images();
     // No lock is held: the observer reads the job's state.
     report(Event::JobEnded);
     // The observer knows that the job has ended.

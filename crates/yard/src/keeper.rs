@@ -11,13 +11,14 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::Disk;
+use blockyard_disk::{Disk, ImagePaths};
 use blockyard_image::Opener;
 use blockyard_ring::pool::{Pool, Refused};
 
 use crate::context::Context;
+use crate::exports::Exports;
 use crate::sample::KnownDisk;
-use crate::served::{Ended, Exports, ServedDisk, describe_image};
+use crate::served::{Ended, ServedDisk, describe_image};
 use crate::settings::DiskSettings;
 use crate::state::DiskState;
 
@@ -63,6 +64,8 @@ pub(crate) enum Message {
         reply: SyncSender<Option<DiskInfo>>,
     },
     Known(SyncSender<Vec<KnownDisk>>),
+    /// All disks that were opened, also those that are being closed.
+    Disks(SyncSender<Vec<Arc<Disk>>>),
     Prepare(SyncSender<io::Result<()>>),
     Find {
         name: String,
@@ -82,6 +85,8 @@ pub struct DiskInfo {
     pub top: Option<PathBuf>,
     /// The images that the disk consists of now.
     pub images: String,
+    /// The files of these images. Empty while no image is open.
+    pub paths: ImagePaths,
     /// Size of the disk in bytes; 0 while the image is being opened.
     pub capacity: u64,
     pub is_read_only: bool,
@@ -91,13 +96,20 @@ pub struct DiskInfo {
     pub paused: u64,
     /// Whether an operator holds the requests back.
     pub is_drained: bool,
+    /// Time after which the requests of a drained disk go on without a call.
+    pub drain_left: Option<Duration>,
+    /// Why the disk accepts no writes, or no requests, until its image is opened again.
+    pub poisoned: Option<String>,
+    /// Whether the image is closed because no guest uses the disk.
+    pub is_inactive: bool,
 }
 
 impl DiskInfo {
     /// Returns the row of a disk that is not open yet.
     pub fn opening(name: String) -> Self {
-        let (image, top, images, ways) = Default::default();
+        let (image, top, images, paths, ways) = Default::default();
         let (capacity, is_read_only, paused, is_drained) = Default::default();
+        let (drain_left, poisoned, is_inactive) = Default::default();
         let state = DiskState::Opening;
         DiskInfo {
             name,
@@ -105,11 +117,15 @@ impl DiskInfo {
             image,
             top,
             images,
+            paths,
             capacity,
             is_read_only,
             ways,
             paused,
             is_drained,
+            drain_left,
+            poisoned,
+            is_inactive,
         }
     }
 }
@@ -200,6 +216,7 @@ impl Keeper {
                 Message::List(reply) => drop(reply.send(self.list())),
                 Message::Info { name, reply } => drop(reply.send(self.info(&name))),
                 Message::Known(reply) => drop(reply.send(self.known())),
+                Message::Disks(reply) => drop(reply.send(self.disks())),
                 Message::Prepare(reply) => self.prepare(reply),
                 Message::Find { name, reply } => drop(reply.send(self.find(&name))),
                 Message::Close(reply) => self.close(reply),
@@ -296,6 +313,11 @@ impl Keeper {
         self.by_arrival().into_iter().filter_map(|(_, entry)| entry.known()).collect()
     }
 
+    fn disks(&self) -> Vec<Arc<Disk>> {
+        let shown = self.entries.values().filter_map(|entry| entry.shown.as_ref());
+        shown.map(|shown| shown.disk.clone()).collect()
+    }
+
     /// Returns a disk that is open and stays open, also while a command works on it.
     fn find(&self, name: &str) -> Option<(Arc<Disk>, Exports)> {
         let Shown { disk, exports, .. } = self.entries.get(name)?.open()?;
@@ -368,17 +390,22 @@ impl Entry {
         let Some(Shown { disk, settings, .. }) = &self.shown else {
             return DiskInfo { state, ..DiskInfo::opening(name) };
         };
+        let drain = disk.drain_state();
         DiskInfo {
             name,
             state,
             image: Some(settings.image.path.clone()),
             top: disk.source().chain().map(|chain| chain.path().to_path_buf()),
             images: describe_image(settings, disk),
+            paths: disk.source().paths(),
             capacity: disk.capacity(),
             is_read_only: settings.image.read_only,
             ways: settings.ways.iter().map(|way| way.describe()).collect(),
             paused: disk.paused(),
-            is_drained: disk.is_drained(),
+            is_drained: drain.is_drained,
+            drain_left: drain.left(),
+            poisoned: disk.unusable(),
+            is_inactive: disk.is_inactive(),
         }
     }
 }

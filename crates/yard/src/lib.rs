@@ -1,14 +1,14 @@
 //! The yard: the set of disks that one process serves, as a library.
 //!
 //! ```text
-//!   yard      the handle: add, remove, list, report, change, refresh, snapshot, commit, stream
+//!   yard      the handle: add, remove, list, report, change, refresh, and jobs
 //!   keeper    the thread that owns the table of disks, and the pools that run commands
 //!   served    one disk with its exports, and what a command does with it
 //!   sample    the figures of all disks and reactors at one moment
 //!   settings  settings of a disk: image, share and exports
 //!   shares    which disks share a device or a group
 //!   observer  events, for programs that follow them
-//!   job       snapshot, commit and stream, which run for long; jobs: all of them
+//!   job       snapshot, commit, stream and backup, which run for long; jobs: all of them
 //!   obstacle  why a disk cannot be handed over
 //!   openings  holds disks back that are being opened, during a hand-over
 //!   context   what all commands use
@@ -28,6 +28,7 @@
 
 mod context;
 mod error;
+mod exports;
 mod job;
 mod jobs;
 mod keeper;

@@ -1,7 +1,8 @@
 //! Why a disk cannot be handed over to another server.
 
-use std::io;
 use std::path::PathBuf;
+
+use blockyard_disk::{PathError, SourceError};
 
 /// Why a disk cannot be handed over now.
 #[derive(Debug, thiserror::Error)]
@@ -24,10 +25,11 @@ pub enum Obstacle {
     /// The end of the exports would answer the requests with an error.
     #[error("requests wait for space: make some, and run `blockyard ctl resume`")]
     WaitsForSpace,
-    #[error("image {}: it cannot be opened again: {error}", image.display())]
-    ImageNotOpened { image: PathBuf, error: io::Error },
-    #[error("image {}: another file is there now", .0.display())]
-    ImageReplaced(PathBuf),
+    #[error(transparent)]
+    Image(#[from] PathError),
+    /// An image that is not open now.
+    #[error("its image cannot be opened again: {0}")]
+    NotOpened(Box<SourceError>),
     #[error(transparent)]
     Export(#[from] blockyard_export::Obstacle),
     #[error("a flush failed")]

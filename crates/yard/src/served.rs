@@ -1,23 +1,25 @@
 //! One disk with its exports, and what commands do with it. All of this runs on a thread of the
 //! pool.
 
-use std::fs::OpenOptions;
+use std::fs::File;
 use std::io;
 use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use blockyard_disk::{
-    Carried, Disk, DiskOptions, LocalDisk, OnEnospc, Source, Statistics, sched_time,
+    Carried, Disk, DiskOptions, LocalDisk, OnEnospc, PathError, Source, Statistics, Why, WorkError,
+    sched_time,
 };
 use blockyard_export::{Client, Export, Handed, PolicyFigures, Reactors, STOP_TIME};
-use blockyard_image::journal::CrashSafety;
-use blockyard_image::{ChainOptions, FileId, Opener};
+use blockyard_image::journal::{CrashSafety, SafetyMode};
+use blockyard_image::{ChainOptions, Opener};
 use blockyard_ring::parcel::Parcel;
 use blockyard_sched::{Knobs, Share};
 
 use crate::context::Context;
 use crate::error::YardError;
+use crate::exports::Exports;
 use crate::observer::{Event, Resized};
 use crate::obstacle::Obstacle;
 use crate::openings::Starting;
@@ -77,28 +79,7 @@ pub(crate) struct ServedDisk {
     pub exports: Exports,
 }
 
-/// The exports of a disk. Empty while the disk is being closed. Clones are of the same disk.
-///
-/// No command holds the lock while it waits for the storage, so that a report of a disk with a
-/// command that hangs has its clients.
-#[derive(Clone, Default)]
-pub(crate) struct Exports(Arc<Mutex<Vec<Box<dyn Export>>>>);
-
 impl Exports {
-    fn all(&self) -> MutexGuard<'_, Vec<Box<dyn Export>>> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Begins to disconnect the clients with this description, or all of them. Returns those that
-    /// will leave.
-    pub fn disconnect(&self, description: Option<&str>) -> Vec<Client> {
-        self.all().iter_mut().flat_map(|export| export.disconnect(description)).collect()
-    }
-
-    pub fn clients(&self) -> Vec<Client> {
-        self.all().iter().flat_map(|export| export.clients()).collect()
-    }
-
     /// Returns the clients and the statistics of the disk that has these exports.
     pub fn report(&self, disk: &Arc<Disk>, reactors: &Reactors) -> Report {
         let (statistics, policies) = statistics(disk, reactors);
@@ -141,6 +122,7 @@ impl ServedDisk {
             }
             disk.continue_from(&carried);
         }
+        activate_for_clients(&settings, &disk)?;
         let starting = context.openings.begin().ok_or(YardError::Closing)?;
         let ways: Vec<_> = settings.ways.iter().map(|way| way.describe()).collect();
         if let Some(observer) = &context.observer {
@@ -163,7 +145,7 @@ impl ServedDisk {
             describe_image(&settings, &disk),
             ways.join(" and ")
         );
-        let exports = Exports(Arc::new(Mutex::new(exports)));
+        let exports = Exports::new(exports);
         Ok((ServedDisk { settings, disk, exports }, starting))
     }
 
@@ -197,26 +179,26 @@ impl ServedDisk {
         }
     }
 
-    /// Returns why the image cannot be opened by its path again. The disk would be lost.
-    fn image_is_gone(&self) -> Option<Obstacle> {
+    /// Returns why the images cannot be opened by their paths again. The disk would be lost.
+    fn images_are_gone(&self, opener: &Opener) -> Option<Obstacle> {
         let source = self.disk.source();
-        let file = match source.chain() {
-            Some(chain) => &chain.top().file,
-            None => source.file()?,
-        };
-        let (id, path) = (file.id()?, file.path());
-        let opened = OpenOptions::new().read(true).write(!self.settings.image.read_only).open(path);
-        match opened {
-            Err(error) => Some(Obstacle::ImageNotOpened { image: path.into(), error }),
-            Ok(found) if FileId::of_fd(&found).is_ok_and(|found| found != id) => {
-                Some(Obstacle::ImageReplaced(path.into()))
-            }
-            Ok(_) => None,
+        if let Source::Inactive(_) = source {
+            let is_file = Source::scheme_of(&self.settings.image.path).is_none();
+            let opened = is_file.then(|| Source::open_by(opener, &first_options(&self.settings)));
+            return opened?.err().map(|e| Obstacle::NotOpened(Box::new(e)));
         }
+        if let Err(why) = source.paths().check() {
+            return Some(why.into());
+        }
+        let file = source.chain().map(|chain| &chain.top().file).or(source.file())?;
+        file.id()?;
+        let image = file.path().to_path_buf();
+        let opened = File::options().read(true).write(!self.settings.image.read_only).open(&image);
+        opened.err().map(|error| PathError::NotFound { image, error }.into())
     }
 
     /// Returns why another server cannot continue the disk now.
-    pub fn obstacle(&self, context: &Context) -> Option<Obstacle> {
+    pub fn obstacle(&self, context: &Context, opener: &Opener) -> Option<Obstacle> {
         if let Some(why) = self.disk.poisoned() {
             return Some(Obstacle::WritesMayBeLost(why.into()));
         }
@@ -229,7 +211,12 @@ impl ServedDisk {
             return Some(why);
         }
         let source = self.disk.source();
-        if let Some(top) = source.chain().map(|chain| chain.path()).filter(|top| top != image) {
+        let top = match &source {
+            Source::Chain(chain) => Some(chain.path()),
+            Source::Inactive(_) if scheme.is_none() => source.path(),
+            _ => None,
+        };
+        if let Some(top) = top.filter(|top| top != image) {
             return Some(Obstacle::Snapshot(top.into()));
         }
         if context.jobs.are_running(&self.settings.name) {
@@ -241,7 +228,7 @@ impl ServedDisk {
         if self.disk.paused() > 0 {
             return Some(Obstacle::WaitsForSpace);
         }
-        if let Some(why) = self.image_is_gone() {
+        if let Some(why) = self.images_are_gone(opener) {
             return Some(why);
         }
         let obstacle = self.exports.all().iter().find_map(|export| export.obstacle());
@@ -366,6 +353,20 @@ impl ServedDisk {
     }
 }
 
+/// Opens the image of an inactive disk that clients of an earlier server use at once. An error says
+/// whether another process has locked the image, before anything reports the disk.
+fn activate_for_clients(settings: &DiskSettings, disk: &Arc<Disk>) -> Result<(), YardError> {
+    if !settings.ways.iter().any(|way| way.continues_rings(&settings.name)) {
+        return Ok(());
+    }
+    // The caller tries again, for as long as the clients may wait.
+    let activated = disk.activate(|| false);
+    activated.map_err(|WorkError { disk, work, why }| match *why {
+        Why::Source(e) => YardError::Open(e),
+        why => YardError::Work(WorkError { disk, work, why: Box::new(why) }),
+    })
+}
+
 /// Starts the exports of a disk. After an error the disk is closed.
 fn start(
     settings: &DiskSettings,
@@ -410,7 +411,7 @@ fn first_options(settings: &DiskSettings) -> ChainOptions {
             prime: false,
             copy_on_read: false,
             shared: None,
-            crash_safety: CrashSafety::default(),
+            crash_safety: CrashSafety { mode: SafetyMode::Unread, store: None },
             ..image
         },
     }

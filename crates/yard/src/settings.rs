@@ -45,6 +45,12 @@ pub trait Way: Send + Sync {
         disk: &Arc<Disk>,
         reactors: &Arc<Reactors>,
     ) -> Result<Box<dyn Export>, WayError>;
+
+    /// Returns whether the export continues rings of an earlier server, which need the image of the
+    /// disk as soon as the export starts.
+    fn continues_rings(&self, _disk: &str) -> bool {
+        false
+    }
 }
 
 /// When the image of a disk is open, and locked.

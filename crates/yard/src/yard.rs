@@ -15,16 +15,20 @@ use blockyard_sched::Knobs;
 
 use crate::context::Context;
 use crate::error::YardError;
+use crate::exports::Exports;
 use crate::job::{Job, JobKind};
 use crate::jobs::Jobs;
 use crate::keeper::{Answer, DiskInfo, Keeper, Message, Operation};
 use crate::observer::{Observer, Resized};
 use crate::openings::{HeldOpenings, Starting};
 use crate::sample::{self, Sample, SampleError};
-use crate::served::{Change, Ended, Exports, HandedDisk, Report, ServedDisk};
+use crate::served::{Change, Ended, HandedDisk, Report, ServedDisk};
 use crate::settings::{DiskSettings, WayError};
 use crate::shares::Shares;
 use crate::state::DiskState;
+
+/// Longest time that a job waits for an answer of the keeper.
+const KEEPER_TIME: Duration = Duration::from_secs(10);
 
 /// How long a command that must run alone waits for the end of the disk's other commands.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -62,7 +66,15 @@ impl Yard {
         observer: Option<Arc<dyn Observer>>,
     ) -> io::Result<Self> {
         let (messages, receiver) = mpsc::channel();
-        let (jobs, images) = (Jobs::new(observer.clone()), SharedImages::default());
+        // If the keeper can start no thread, it closes a disk itself, and waits for the disk's job.
+        let keeper = messages.clone();
+        let all_disks = move || {
+            let (sender, disks) = mpsc::sync_channel(1);
+            let _ = keeper.send(Message::Disks(sender));
+            disks.recv_timeout(KEEPER_TIME).ok()
+        };
+        let jobs = Jobs::new(observer.clone(), Arc::new(all_disks));
+        let images = SharedImages::default();
         let is_closing = AtomicBool::new(false);
         let openings = Arc::default();
         let context = Context { reactors, shares, images, jobs, observer, is_closing, openings };
@@ -165,11 +177,11 @@ impl Yard {
     pub fn begin_hand_over(&self, name: &str) -> Pending<HandedDisk> {
         let (answer, receiver) = answer();
         let named = name.to_string();
-        let operation: Operation = Box::new(move |context, _, disk| {
+        let operation: Operation = Box::new(move |context, opener, disk| {
             let Some(disk) = disk else {
                 return (None, answer(Err(YardError::NotFound { disk: named })));
             };
-            match disk.obstacle(context) {
+            match disk.obstacle(context, opener) {
                 Some(why) => (Some(disk), answer(Err(YardError::Stays { disk: named, why }))),
                 None => (None, answer(Ok(disk.hand_over(context)))),
             }
@@ -351,11 +363,11 @@ impl Yard {
         receiver.recv().ok()
     }
 
-    /// Starts a snapshot, commit or stream of a disk. Other commands for the disk run concurrently.
-    /// Fails if another command works on the disk for long.
+    /// Starts a snapshot, commit, stream or backup of a disk. Other commands for the disk run
+    /// concurrently. Fails if another command works on the disk for long.
     pub fn start_job(&self, name: &str, kind: JobKind) -> Result<Job, YardError> {
         let start = |context: &Context, disk: &mut ServedDisk| {
-            context.jobs.start(&disk.settings.name, &disk.disk, kind)
+            context.jobs.start(&disk.settings.name, (&disk.disk, &disk.exports), kind)
         };
         self.begin_alone(name, start)?.wait()
     }

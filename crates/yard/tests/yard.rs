@@ -9,9 +9,10 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, LocalDisk, SnapshotOptions};
+use blockyard_disk::{BackupOptions, Disk, LocalDisk, SnapshotOptions};
 use blockyard_export::{Client, Export, Reactors};
-use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_image::tools::{NewOverlay, OverlayBase};
+use blockyard_image::{CacheMode, ChainOptions, Format};
 use blockyard_sched::Knobs;
 use blockyard_yard::{
     Activation, Change, DiskSettings, DiskState, JobKind, JobState, Obstacle, Resized, Shares, Way,
@@ -406,6 +407,13 @@ fn jobs_end_before_their_disk() {
     assert!(yard.list()[0].images.contains("overlay.qcow2"), "{:?}", yard.list());
     let commit = yard.start_job("a", JobKind::Commit).unwrap();
     commit.wait().unwrap();
+    let copy = stage.folder.join("copy.qcow2");
+    let options = BackupOptions::new(&copy, Format::Qcow2);
+    let backup = yard.start_job("a", JobKind::Backup(options)).unwrap();
+    assert_eq!(backup.kind().to_string(), format!("backup into {}", copy.display()));
+    backup.wait().unwrap();
+    assert_eq!(backup.progress(), (1 << 20, 1 << 20));
+    assert!(copy.exists());
     let refused = yard.start_job("none", JobKind::Stream).unwrap();
     let why = refused.wait().unwrap_err().to_string();
     assert!(why.contains("no image"), "{why}");
@@ -414,8 +422,53 @@ fn jobs_end_before_their_disk() {
     assert!(!matches!(stream.state(), JobState::Running), "a disk went before its job");
     let numbers: Vec<_> =
         yard.jobs().iter().map(|job| (job.number(), job.disk().to_string())).collect();
-    assert_eq!(numbers, [(1, "a".into()), (2, "a".into()), (3, "none".into()), (4, "a".into())]);
+    let names = ["a", "a", "a", "none", "a"].map(String::from);
+    assert_eq!(numbers, (1..).zip(names).collect::<Vec<_>>());
     assert!(matches!(yard.start_job("a", JobKind::Commit), Err(YardError::NotFound { .. })));
+}
+
+/// An inactive disk has no image open, so no lock shows that it needs the image.
+#[test]
+fn a_commit_does_not_change_the_images_of_an_inactive_disk() {
+    let stage = Stage::new("inactive");
+    let (yard, image) = (&stage.yard, stage.image("base.raw", 1 << 20));
+    yard.add(disk("a", &image, Vec::new())).unwrap();
+    let options = SnapshotOptions::new(stage.folder.join("a.qcow2"));
+    let options = SnapshotOptions { unrecorded: true, ..options };
+    yard.start_job("a", JobKind::Snapshot(options.into())).unwrap().wait().unwrap();
+    let base = OverlayBase {
+        path: stage.folder.join("link"),
+        format: Format::Raw,
+        size: 1 << 20,
+        nbd: Default::default(),
+    };
+    std::fs::hard_link(&image, &base.path).unwrap();
+    let fork = stage.folder.join("fork.qcow2");
+    let mut overlay = NewOverlay::create(&fork, &base, &[]).unwrap();
+    overlay.publish().unwrap();
+    overlay.keep();
+    let way = Arc::new(OpeningWay::default());
+    let settings = DiskSettings {
+        activation: Activation::Rings,
+        ways: vec![way.clone()],
+        ..disk("fork", &fork, Vec::new())
+    };
+    yard.add(settings).unwrap();
+    let commit = || yard.start_job("a", JobKind::Commit).unwrap().wait();
+    let check_refused = || {
+        assert!(yard.info("fork").unwrap().is_inactive);
+        let why = commit().unwrap_err().to_string();
+        assert!(why.contains("disk \"fork\" needs image") && why.contains("base.raw"), "{why}");
+    };
+    check_refused();
+    // A guest has used the disk, and is off.
+    let fork = way.disk.lock().unwrap().take().unwrap();
+    fork.activate(|| true).unwrap();
+    fork.deactivate().unwrap();
+    check_refused();
+    drop(fork);
+    yard.remove("fork").unwrap();
+    commit().unwrap();
 }
 
 #[test]

@@ -29,8 +29,10 @@ const BUFFER: usize = 256 << 10;
 pub fn run(options: &LoadOptions, uri: &Uri) -> Result<Report> {
     let mut queues = Vec::new();
     let mut size = 0;
+    let limit = Duration::from_secs_f64(options.timeout.min(10.0));
     for _ in 0..options.queues {
-        let (stream, terms) = connect(uri).with_context(|| format!("the NBD server at {uri}"))?;
+        let connected = connect(uri, limit);
+        let (stream, terms) = connected.with_context(|| format!("the NBD server at {uri}"))?;
         check(options, &terms)?;
         size = terms.size;
         queues.push(Queue::new(stream, options.depth, options.largest() as usize)?);

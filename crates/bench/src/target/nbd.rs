@@ -3,21 +3,27 @@
 //! In: an NBD URI without TLS. Out: a [`Target`]. The client negotiates simple replies only,
 //! because it has one request in flight. What must hold: a server that hangs ends the run.
 
-use std::io::{BufReader, Read, Write};
-use std::net::TcpStream;
+use std::io::{self, BufReader, ErrorKind, Read, Write};
+use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::path::Path;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use blockyard_nbd::Uri;
 use blockyard_nbd::negotiate::{self, Terms};
 use blockyard_nbd::uri::Host;
 use blockyard_nbd::wire::{Headers, Request, SimpleReply, cmd, export, flag};
+use rustix::net::sockopt::{self, Timeout};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::{Access, SECTOR, Target};
 
+/// Longest wait for a connection with its negotiation, and for a part of an answer.
 const LIMIT: Duration = Duration::from_secs(60);
+/// Shortest timeout of a socket. Zero would mean no timeout.
+const SHORTEST: Duration = Duration::from_millis(1);
 
 /// A TCP or Unix socket.
 pub trait Stream: Read + Write + AsFd + Send {}
@@ -36,32 +42,90 @@ pub fn parse(text: &str) -> Result<Uri> {
     Ok(uri)
 }
 
-/// Connects to a server, and negotiates simple replies.
-pub fn connect(uri: &Uri) -> Result<(Box<dyn Stream>, Terms)> {
+/// Connects to a server, and negotiates simple replies, within `limit`. Only the kernel limits the
+/// time to find the address of a host name.
+pub fn connect(uri: &Uri, limit: Duration) -> Result<(Box<dyn Stream>, Terms)> {
+    let deadline = Instant::now() + limit;
     let mut stream: Box<dyn Stream> = match &uri.host {
-        Host::Unix(path) => {
-            let stream = UnixStream::connect(path)?;
-            stream.set_read_timeout(Some(LIMIT))?;
-            stream.set_write_timeout(Some(LIMIT))?;
-            Box::new(stream)
-        }
-        Host::Tcp(name, port) => {
-            let stream = TcpStream::connect((name.as_str(), *port))?;
-            stream.set_read_timeout(Some(LIMIT))?;
-            stream.set_write_timeout(Some(LIMIT))?;
-            stream.set_nodelay(true)?;
-            Box::new(stream)
-        }
+        Host::Unix(path) => Box::new(connect_unix(path, deadline)?),
+        Host::Tcp(name, port) => Box::new(connect_tcp(name, *port, deadline)?),
     };
-    let terms =
-        negotiate::greet(&mut stream).and_then(|()| negotiate::go(&mut stream, &uri.export));
+    let mut timed = Timed { stream: &mut stream, deadline };
+    let terms = negotiate::greet(&mut timed).and_then(|()| negotiate::go(&mut timed, &uri.export));
     let terms = terms.map_err(anyhow::Error::msg).context("negotiating")?;
+    set_timeouts(&stream, LIMIT)?;
     Ok((stream, terms))
+}
+
+fn connect_unix(path: &Path, deadline: Instant) -> io::Result<UnixStream> {
+    let address = SocketAddrUnix::new(path)?;
+    let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+    let socket = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None)?;
+    // A server that accepts no connection makes connect() wait, at most for the send timeout.
+    set_timeouts(&socket, left(deadline)?)?;
+    rustix::net::connect(&socket, &address).map_err(|e| late(e.into()))?;
+    Ok(socket.into())
+}
+
+fn connect_tcp(name: &str, port: u16, deadline: Instant) -> io::Result<TcpStream> {
+    let mut last = io::Error::other("the name has no address");
+    for address in (name, port).to_socket_addrs()? {
+        match TcpStream::connect_timeout(&address, left(deadline)?) {
+            Ok(stream) => return stream.set_nodelay(true).map(|()| stream),
+            Err(e) => last = e,
+        }
+    }
+    Err(last)
+}
+
+/// Returns the time until `deadline`, or an error if it has passed.
+fn left(deadline: Instant) -> io::Result<Duration> {
+    let left = deadline.saturating_duration_since(Instant::now());
+    if left.is_zero() { Err(late(ErrorKind::TimedOut.into())) } else { Ok(left.max(SHORTEST)) }
+}
+
+/// Returns the error of a call with a timeout, for a person.
+fn late(error: io::Error) -> io::Error {
+    match error.kind() {
+        ErrorKind::WouldBlock | ErrorKind::TimedOut => {
+            io::Error::new(ErrorKind::TimedOut, "the server does not answer in time")
+        }
+        _ => error,
+    }
+}
+
+fn set_timeouts(socket: &impl AsFd, time: Duration) -> io::Result<()> {
+    sockopt::set_socket_timeout(socket, Timeout::Recv, Some(time))?;
+    Ok(sockopt::set_socket_timeout(socket, Timeout::Send, Some(time))?)
+}
+
+/// A stream on which all calls together end at a deadline.
+struct Timed<'a> {
+    stream: &'a mut Box<dyn Stream>,
+    deadline: Instant,
+}
+
+impl Read for Timed<'_> {
+    fn read(&mut self, bytes: &mut [u8]) -> io::Result<usize> {
+        set_timeouts(self.stream, left(self.deadline)?)?;
+        self.stream.read(bytes).map_err(late)
+    }
+}
+
+impl Write for Timed<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        set_timeouts(self.stream, left(self.deadline)?)?;
+        self.stream.write(bytes).map_err(late)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.stream.flush()
+    }
 }
 
 impl Nbd {
     pub fn open(uri: &Uri, access: Access) -> Result<Self> {
-        let (stream, terms) = connect(uri)?;
+        let (stream, terms) = connect(uri, LIMIT)?;
         let most = u64::from(terms.maximum);
         anyhow::ensure!(
             access.largest <= most,
@@ -135,7 +199,65 @@ impl Drop for Nbd {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::net::UnixListener;
+
     use super::*;
+
+    /// A socket in a folder of its own, and its address.
+    fn listen(name: &str) -> (UnixListener, std::path::PathBuf, Uri) {
+        let name = format!("blockyard-bench-{name}-{}", std::process::id());
+        let path = std::env::temp_dir().join(name);
+        let uri = parse(&format!("nbd+unix:///x?socket={}", path.display())).unwrap();
+        (UnixListener::bind(&path).unwrap(), path, uri)
+    }
+
+    const SHORT: Duration = Duration::from_millis(50);
+
+    fn fails_in_time(uri: &Uri) {
+        let start = Instant::now();
+        let error = format!("{:#}", connect(uri, SHORT).err().unwrap());
+        assert!(error.contains("the server does not answer"), "{error}");
+        assert!(start.elapsed() < LIMIT / 2, "{:?}", start.elapsed());
+    }
+
+    #[test]
+    fn a_server_that_says_nothing_ends_the_negotiation_in_time() {
+        let (_listener, path, uri) = listen("silent");
+        fails_in_time(&uri);
+        std::fs::remove_file(path).unwrap();
+    }
+
+    /// Each byte comes in time.
+    #[test]
+    fn a_server_that_sends_single_bytes_ends_the_negotiation_in_time() {
+        let (listener, path, uri) = listen("slow");
+        let server = std::thread::spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            stream.set_read_timeout(Some(SHORT / 8)).unwrap();
+            let greeting = [&b"NBDMAGICIHAVEOPT\0\x03"[..], &[0; 1 << 10]].concat();
+            for byte in greeting {
+                // A client that waits sends nothing.
+                let closed = matches!(stream.read(&mut [0]), Ok(0));
+                if closed || stream.write_all(&[byte]).is_err() {
+                    return;
+                }
+            }
+            panic!("the client has waited for all");
+        });
+        fails_in_time(&uri);
+        server.join().unwrap();
+        std::fs::remove_file(path).unwrap();
+    }
+
+    /// The queue of the listener is full.
+    #[test]
+    fn a_server_that_accepts_no_client_is_given_up_in_time() {
+        let (listener, path, uri) = listen("full");
+        rustix::net::listen(&listener, 0).unwrap();
+        let _first = UnixStream::connect(&path).unwrap();
+        fails_in_time(&uri);
+        std::fs::remove_file(path).unwrap();
+    }
 
     #[test]
     fn exports_under_tls_are_refused() {

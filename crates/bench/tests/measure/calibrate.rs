@@ -14,7 +14,7 @@ fn calibrate(target: &Path, costs: &Path, more: &[&str]) -> Finished {
         "--size",
         "64m",
         "--seconds",
-        "3",
+        "1",
         "--rounds",
         "1",
     ];

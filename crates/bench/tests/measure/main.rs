@@ -17,8 +17,8 @@ use std::process::Command;
 
 use common::guest::run_guest;
 use common::{
-    BLOCKYARD, Daemon, Finished, Folder, Guest, GuestKind, SOON, TOOL, blockyard, guests, listens,
-    run, tool, until,
+    BLOCKYARD, Daemon, Finished, Folder, Guest, GuestKind, SOON, TOOL, blockyard, listens, run,
+    tool, tool_command, until,
 };
 
 /// The program that `blockyard bench` executes.
@@ -119,9 +119,8 @@ fn fio_finds_no_shorter_delay_either() {
 /// A server of QEMU's with the export `disk` of `image`, and its URI.
 fn nbd_server(folder: &Folder, image: &Path) -> (Daemon, String) {
     let socket = folder.join("n");
-    let mut server = Command::new(guests().join("tool"));
-    server.args(["qemu-storage-daemon", "--blockdev"]);
-    server.arg(format!("driver=file,node-name=f,filename={}", image.display()));
+    let mut server = tool_command("qemu-storage-daemon");
+    server.arg("--blockdev").arg(format!("driver=file,node-name=f,filename={}", image.display()));
     server.args(["--nbd-server", &format!("addr.type=unix,addr.path={}", socket.display())]);
     server.args(["--export", "type=nbd,id=e,node-name=f,name=disk,writable=on"]);
     let server = Daemon::start(&mut server);

@@ -102,10 +102,7 @@ fn before_an_image_it_takes_its_time_and_stores() {
         (figure("reads") * 20e-3 + figure("writes") * 40e-3) / 8.0,
     );
     daemon.stop();
-    let written = std::fs::read(&image)
-        .unwrap()
-        .chunks(4096)
-        .filter(|block| block.iter().any(|b| *b != 0))
-        .count();
+    let written =
+        std::fs::read(&image).unwrap().chunks(4096).filter(|block| *block != [0; 4096]).count();
     assert!((100..300).contains(&written), "{written} blocks are in the image");
 }

@@ -7,8 +7,11 @@ use blockyard_disk::Carried;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_image::journal;
+use blockyard_storage::target::exec;
 
-use super::{CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, Peer, check_exports, unexpected};
+use super::{
+    CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, PROGRAM, Peer, check_exports, unexpected,
+};
 use crate::disk::{Disk, Export};
 use crate::error::{Error, ErrorKind};
 use crate::yard::Yard;
@@ -38,6 +41,9 @@ impl Yard {
         match yard.take(&peer, disk) {
             Ok(()) => {
                 journal::hold(false);
+                // Before requests begin, because a program that is not owned answers none.
+                yard.disks().iter().for_each(|disk| yard.yard.own_program(disk));
+                exec::end_unused();
                 custody::set(Custody::Owner);
                 yard.inherited.clear();
                 Ok(yard)
@@ -119,6 +125,8 @@ impl Yard {
                     let all = serde_json::from_slice::<Carried>(&parcel.bytes);
                     carried = Some(all.map_err(|e| failed(e.into()))?.into());
                 }
+                // The open of the image finds it.
+                PROGRAM => exec::continue_from(parcel, false).map_err(failed)?,
                 _ => self.inherited.put(&name, kind, parcel, Before::Drained),
             }
         }

@@ -13,10 +13,11 @@ use blockyard_export::nbd::Server;
 use blockyard_export::vhost_user::Before;
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
+use blockyard_storage::target::exec;
 use blockyard_yard::{HandedDisk, Pending};
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::{CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, Peer, kinds, unexpected};
+use super::{CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, PROGRAM, Peer, kinds, unexpected};
 use crate::disk::Disk;
 use crate::error::{Error, ErrorKind};
 use crate::yard::{HandedOver, Yard};
@@ -44,6 +45,7 @@ struct HandOver<'a> {
 /// A disk on its way.
 struct Away {
     name: String,
+    /// With the program of an `exec:` image.
     exports: Vec<Handed>,
     carried: Option<Carried>,
     /// False: writes may be lost.
@@ -171,14 +173,16 @@ impl HandOver<'_> {
     /// Drains a disk, flushes it, ends its target, and gives it to the next process.
     fn give(&mut self, name: &str) -> io::Result<()> {
         let handed = match self.yard.yard.begin_hand_over(name).wait_at_most(DRAIN_TIME) {
-            Ok(handed) => handed.map_err(io::Error::other)?,
+            Ok(handed) => handed.map_err(|e| io::Error::other(Error::from(e)))?,
             Err(late) => {
                 self.late.push((name.into(), late));
                 let what = format!("requests of disk \"{name}\" take longer than {DRAIN_TIME:?}");
                 return Err(io::Error::new(io::ErrorKind::TimedOut, what));
             }
         };
-        self.away.push(Away::of(name, handed));
+        let (away, program) = Away::of(name, handed);
+        self.away.push(away);
+        program.map_err(|e| io::Error::other(format!("the program of disk \"{name}\": {e}")))?;
         let Some(Away { exports, carried, is_flushed, .. }) = self.away.last() else {
             return Ok(());
         };
@@ -208,12 +212,16 @@ impl HandOver<'_> {
         let late = self.late.drain(..).filter_map(|(name, late)| {
             let handed = late.wait();
             let handed = handed.inspect_err(|e| tracing::error!("disk \"{name}\" has ended: {e}"));
-            Some(Away::of(&name, handed.ok()?))
+            Some(Away::of(&name, handed.ok()?).0)
         });
         for Away { name, exports, carried, is_flushed, .. } in self.away.drain(..).chain(late) {
             let _ = self.yard.target_ended(&name, KILL_TIME);
             for Handed { kind, parcel } in exports {
-                self.yard.inherited.put(&name, kind, parcel, Before::Died);
+                if kind != PROGRAM {
+                    self.yard.inherited.put(&name, kind, parcel, Before::Died);
+                } else if let Err(e) = exec::continue_from(parcel, true) {
+                    tracing::error!("disk \"{name}\": its program: {e}");
+                }
             }
             if !is_flushed {
                 tracing::error!(
@@ -249,11 +257,15 @@ impl HandOver<'_> {
 }
 
 impl Away {
-    fn of(name: &str, handed: HandedDisk) -> Self {
+    /// The second value: an error if the disk's program could not be given up.
+    fn of(name: &str, handed: HandedDisk) -> (Self, io::Result<()>) {
         // The rest has the target, which ends now.
-        let HandedDisk { exports, carried, since, ended, .. } = handed;
+        let HandedDisk { mut exports, carried, program, since, ended, .. } = handed;
+        let program = program.map(|program| {
+            exports.extend(program.map(|parcel| Handed { kind: PROGRAM, parcel }));
+        });
         let is_flushed = ended.is_flushed;
-        Away { name: name.into(), exports, carried, is_flushed, since, pause: None }
+        (Away { name: name.into(), exports, carried, is_flushed, since, pause: None }, program)
     }
 }
 

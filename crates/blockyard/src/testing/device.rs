@@ -21,6 +21,11 @@ impl<D> Simulated<D> {
     pub(super) fn new(device: D, size: u64) -> Self {
         Simulated { device, size, flushing: Lock::new(()), lost: Cell::new(false) }
     }
+
+    /// Returns an error if a flush has failed. In a yard the disk accepts no changes then.
+    fn accepts_changes(&self) -> io::Result<()> {
+        if self.lost.get() { Err(io::Error::other("a flush has failed")) } else { Ok(()) }
+    }
 }
 
 impl<D: Device> Storage for Simulated<D> {
@@ -38,6 +43,9 @@ impl<D: Device> Storage for Simulated<D> {
         offset: u64,
         durable: bool,
     ) -> (Segments, io::Result<usize>) {
+        if let Err(e) = self.accepts_changes() {
+            return (segments, Err(e));
+        }
         let loan = segments.lend(true);
         let mut result = self.device.write(offset, loan.lent()).await;
         let segments = loan.end(false).await;
@@ -50,21 +58,21 @@ impl<D: Device> Storage for Simulated<D> {
 
     async fn sync(&self) -> io::Result<()> {
         let _one = self.flushing.lock().await;
-        match self.lost() {
-            Some(e) => Err(e),
-            None => self.device.flush().await.inspect_err(|_| self.lost.set(true)),
-        }
+        self.accepts_changes()?;
+        self.device.flush().await.inspect_err(|_| self.lost.set(true))
     }
 
     fn lost(&self) -> Option<io::Error> {
-        self.lost.get().then(|| io::Error::other("a flush has failed"))
+        self.accepts_changes().err()
     }
 
     async fn discard(&self, offset: u64, len: u64) -> io::Result<()> {
+        self.accepts_changes()?;
         self.device.discard(offset, len).await
     }
 
     async fn zero(&self, offset: u64, len: u64, _unmap: bool) -> io::Result<()> {
+        self.accepts_changes()?;
         self.device.write_zeroes(offset, len).await
     }
 

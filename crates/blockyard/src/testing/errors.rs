@@ -5,6 +5,9 @@ use rustix::io::Errno;
 
 /// Lets one to `most` operations of the files fail. `requests`: number of requests of a client.
 pub(super) fn plan(disks: &[SimDisk], most: u64, requests: u64, mut rng: Rng) {
+    if disks.is_empty() {
+        return; // The target has no files.
+    }
     for _ in 0..rng.between(1, most) {
         let (kind, error) = match rng.below(6) {
             0 | 1 => (OpKind::Write, Errno::IO),

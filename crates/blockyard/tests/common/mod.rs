@@ -1,8 +1,9 @@
 //! What the tests have in common: files, and a guest without a virtual machine.
 #![allow(dead_code)]
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
@@ -32,6 +33,19 @@ impl Drop for Scratch {
     fn drop(&mut self) {
         let _ = std::fs::remove_dir_all(&self.0);
     }
+}
+
+/// Makes a program of a shell script. Returns its image name. Another process writes the file: a
+/// process that a second thread starts in the meantime would inherit a descriptor of this one, and
+/// the kernel starts no program that is open for writing.
+pub fn script(scratch: &Scratch, name: &str, text: &str) -> String {
+    let path = scratch.path(name);
+    let mut install = Command::new("install");
+    install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
+    let mut install = install.spawn().expect("install starts");
+    install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
+    assert!(install.wait().unwrap().success(), "writing {}", path.display());
+    format!("exec:{}", path.display())
 }
 
 /// A loop device, for tests on block devices. Needs root and `losetup`.

@@ -1,8 +1,8 @@
 //! Disconnects clients of a disk, and looks whether they have left.
 //!
-//! In: one client, or all of them. Out: those that have left. No thread waits for them. What must
-//! hold: a device, such as one of ublk, has no connection that could end, so the call does not wait
-//! for it.
+//! In: one client, or all of them. Out: those that have left. No thread waits for them. A client of
+//! a drained disk cannot leave, so the call refuses it. What must hold: a device, such as one of
+//! ublk, has no connection that could end, so the call does not wait for it.
 
 use std::time::{Duration, Instant};
 
@@ -10,7 +10,7 @@ use blockyard_control::types::{Disconnect, Disconnected};
 use blockyard_control::{Answer, Departure, Kind, Problem};
 use blockyard_export::Client;
 use blockyard_program::output::shell;
-use blockyard_yard::DiskState;
+use blockyard_yard::{DiskInfo, DiskState};
 
 use super::words;
 use crate::server::Server;
@@ -21,7 +21,8 @@ const DISCONNECT_TIME: Duration = Duration::from_secs(10);
 impl Server {
     /// Begins to disconnect one client of a disk, or all of them.
     pub(super) fn disconnect_clients(&self, name: &str, clients: &Disconnect) -> Answer<Departure> {
-        let is = match self.info(name)?.state {
+        let info = self.info(name)?;
+        let is = match info.state {
             DiskState::Opening => Some("opened"),
             DiskState::Closing => Some("closed"),
             _ => None,
@@ -32,6 +33,14 @@ impl Server {
         }
         let wanted = clients.client.as_deref();
         self.check_client(name, wanted)?;
+        if info.is_drained && !self.present(name)?.is_empty() {
+            let what = format!(
+                "disk \"{name}\" is drained, so requests of its clients cannot end: `ctl resume {}` \
+                 first",
+                shell(name)
+            );
+            return Err(Problem::new(Kind::Conflict, what));
+        }
         let leaving = self.yard.disconnect(name, wanted).map_err(words::problem)?;
         let names = descriptions(&leaving);
         if let Some(wanted) = wanted
@@ -94,16 +103,48 @@ impl Departing {
             return Ok(Some(Disconnected { name: name.into(), clients }));
         }
         if Instant::now() > self.until {
-            let what = format!(
-                "{} of disk \"{name}\" is still connected: requests in flight have not ended",
-                descriptions(&self.leaving).join(", ")
-            );
+            let why = reason(&server.info(name)?);
+            let what = still_connected(name, &descriptions(&self.leaving), why);
             return Err(Problem::new(Kind::Conflict, what));
         }
         Ok(None)
     }
 }
 
+/// Returns why clients of a disk do not leave.
+fn reason(disk: &DiskInfo) -> &'static str {
+    match disk {
+        DiskInfo { is_drained: true, .. } => "the disk is drained: `ctl resume` first",
+        DiskInfo { paused: 1.., .. } => {
+            "requests wait for space on the host: free some, then `ctl resume`"
+        }
+        _ => "requests in flight have not ended",
+    }
+}
+
+fn still_connected(disk: &str, clients: &[String], why: &str) -> String {
+    let are = if clients.len() == 1 { "is" } else { "are" };
+    format!("{} of disk \"{disk}\" {are} still connected: {why}", clients.join(", "))
+}
+
 fn descriptions(clients: &[Client]) -> Vec<String> {
     clients.iter().map(|client| client.description.clone()).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn clients_that_stay_are_named_with_the_reason() {
+        let disk = DiskInfo::opening("a".into());
+        let one = still_connected("a", &["pid 1".into()], reason(&disk));
+        let expected = "pid 1 of disk \"a\" is still connected: requests in flight have not ended";
+        assert_eq!(one, expected);
+        let drained = reason(&DiskInfo { is_drained: true, ..disk.clone() });
+        let two = still_connected("a", &["pid 1".into(), "pid 2".into()], drained);
+        assert!(two.starts_with("pid 1, pid 2 of disk \"a\" are still connected"), "{two}");
+        assert!(two.ends_with("the disk is drained: `ctl resume` first"), "{two}");
+        assert!(reason(&DiskInfo { paused: 1, ..disk }).contains("space on the host"));
+    }
 }

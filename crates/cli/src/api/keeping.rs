@@ -38,23 +38,27 @@ pub fn kept(store: &Persistence, name: &str, present: &Table, changes: Object) -
     Ok(keys)
 }
 
-/// Returns an error if the next start would open the disk without the overlay that a snapshot has
-/// put on it.
+/// Returns an error if the next start would open another image than the disk has: without the
+/// overlay that a snapshot has put on it, or after a file with that overlay was removed.
 pub fn check_top(served: &DiskInfo, kept: &Table) -> Answer<()> {
     let image = kept.get("image").and_then(toml::Value::as_str).unwrap_or_default();
-    match &served.top {
-        Some(top)
-            if reopening::has_overlay(served) && !reopening::is_top(served, image.as_ref()) =>
-        {
-            let (name, top) = (&served.name, top.display());
-            let what = format!(
-                "persist: a snapshot has put overlay {top} on disk \"{name}\": name the overlay as \
-                 the disk's image in a file of the configuration first (format qcow2)"
-            );
-            Err(Problem::new(Kind::Conflict, what))
-        }
-        _ => Ok(()),
+    let Some(top) = &served.top else { return Ok(()) };
+    if reopening::is_top(served, image.as_ref()) {
+        return Ok(());
     }
+    let (name, top) = (&served.name, top.display());
+    let what = if reopening::has_overlay(served) {
+        format!(
+            "persist: a snapshot has put overlay {top} on disk \"{name}\": name the overlay as the \
+             disk's image in a file of the configuration first (format qcow2)"
+        )
+    } else {
+        format!(
+            "persist: the files have image {image} for disk \"{name}\", and the disk has {top}: name \
+             that image in a file of the configuration, or reload it first"
+        )
+    };
+    Err(Problem::new(Kind::Conflict, what))
 }
 
 /// Returns the error of a change that took effect, but that a restart would lose.

@@ -2,6 +2,10 @@
 //!
 //! ```text
 //!   operator   what each call does
+//!   adding     adds disks
+//!   forks      adds a disk that begins with the content of another one
+//!   backups    copies of disks in use
+//!   places     paths of new images
 //!   clients    disconnects clients, and waits until they have left
 //!   keeping    what calls write into the configuration
 //!   snapshots  snapshots, and the configuration that names their overlays
@@ -9,15 +13,19 @@
 //!   words      settings, figures and errors in the API's words
 //! ```
 
+mod adding;
+mod backups;
 mod clients;
+mod forks;
 mod keeping;
 mod operator;
+mod places;
 mod sampled;
 mod snapshots;
 pub mod words;
 
 use std::net::{SocketAddr, TcpListener};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
 use std::path::Path;
 use std::sync::Arc;
@@ -68,6 +76,8 @@ const RETIRE_TIME: Duration = Duration::from_secs(2);
 #[derive(Default)]
 pub struct Opened {
     api: Option<(Arc<Listener>, Access)>,
+    /// What the file of a socket of the old server gets when this server has the disks.
+    permission: Option<Permission>,
     metrics: Option<TcpListener>,
 }
 
@@ -83,7 +93,11 @@ impl Opened {
         if let Some(path) = &options.api {
             let group = options.socket_group.as_deref().map(group).transpose()?;
             let listener = match handed(API) {
-                Some(parcel) => same_socket(Listener::from_parcel(parcel)?, path)?,
+                Some(parcel) => {
+                    let listener = same_socket(Listener::from_parcel(parcel)?, path)?;
+                    opened.permission = Permission::of_file(&listener, options.mode(), group)?;
+                    listener
+                }
                 None => listen(path, options.mode(), group)?,
             };
             let access = Access { user: rustix::process::geteuid().as_raw(), group };
@@ -110,7 +124,13 @@ impl Opened {
 
     /// Starts the API, and offers its sockets to the next server. None: there are none.
     pub fn start(self, server: &Arc<Server>) -> anyhow::Result<Option<Running>> {
-        let Opened { api, metrics } = self;
+        let Opened { api, permission, metrics } = self;
+        // The server has the disks, so an error must not end it.
+        if let Some(permission) = permission
+            && let Err(e) = permission.apply()
+        {
+            tracing::error!("api: the socket has its old group and mode: {e}");
+        }
         if api.is_none() && metrics.is_none() {
             return Ok(None);
         }
@@ -157,6 +177,44 @@ fn listen(path: &str, mode: u32, group: Option<u32>) -> anyhow::Result<Listener>
         _ => format!("socket {path}: cannot set its group or its mode"),
     })?;
     Ok(listener)
+}
+
+/// Group and permissions that the file of a running server's socket does not have yet.
+struct Permission {
+    /// The file itself (O_PATH): another one may get its name.
+    file: OwnedFd,
+    mode: u32,
+    group: Option<u32>,
+}
+
+impl Permission {
+    /// Returns what to change of the file of a listener. None: nothing, or the file is another one
+    /// now. Returns an error if this process may not change it.
+    fn of_file(listener: &Listener, mode: u32, group: Option<u32>) -> anyhow::Result<Option<Self>> {
+        let Some(file) = listener.open_file() else { return Ok(None) };
+        let now = rustix::fs::fstat(&file).context("api: looking at its socket")?;
+        let group = group.filter(|group| *group != now.st_gid);
+        if group.is_none() && now.st_mode & 0o777 == mode {
+            return Ok(None);
+        }
+        if let Some(group) = group.filter(|group| !is_member(*group)) {
+            bail!("{}", no_member(group));
+        }
+        let own = rustix::process::geteuid();
+        if !own.is_root() && own.as_raw() != now.st_uid {
+            bail!(
+                "api: user {} owns the socket, so this server cannot change its group and mode: \
+                 leave socket-group and socket-mode as they are, or restart the server",
+                now.st_uid
+            );
+        }
+        Ok(Some(Permission { file, mode, group }))
+    }
+
+    fn apply(&self) -> std::io::Result<()> {
+        let path = format!("/proc/self/fd/{}", self.file.as_raw_fd());
+        permit(path.as_ref(), self.mode, self.group)
+    }
 }
 
 /// Sets group and permissions of the socket. Until then the check of each peer protects the API.

@@ -1,13 +1,13 @@
 //! What each call of the API does: commands of the yard, and changes of the book of disks.
 
 use std::path::PathBuf;
-use std::sync::{Arc, MutexGuard, PoisonError, RwLockReadGuard};
+use std::sync::{Arc, MutexGuard, RwLockReadGuard};
 use std::time::{Duration, Instant, UNIX_EPOCH};
 
 use blockyard_control::events::EventLog;
 use blockyard_control::figures::Figures;
 use blockyard_control::types::{
-    ChangeQuery, Disconnect, Disk, DiskRow, Drain, Drained, Flushed, Job, JobRequest, Reload,
+    ChangeQuery, Disconnect, Disk, DiskRow, Drain, Drained, Flushed, Fork, Job, JobRequest, Reload,
     Removed, Resize, Resized, Resumed, ServerInfo, State, Upgraded,
 };
 use blockyard_control::{Answer, Departure, Kind, Object, Operator, Problem, invalid};
@@ -16,19 +16,16 @@ use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
 use super::keeping::{NOT_WRITTEN, check_top, conflict, kept, not_kept};
-use super::{sampled, words};
+use super::{backups, places, sampled, words};
 use crate::book::{Entry, HeldDisk, HoldError};
-use crate::changes::inner;
-use crate::disks::{check, check_writes};
+use crate::disks::check_writes;
 use crate::figures::describe_clients;
 use crate::handover;
-use crate::nbd;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
 use crate::persist::Persistence;
 use crate::reopening;
-use crate::server::error::AddError;
-use crate::server::{Adding, NotOpened, STORAGE_TIME, Server};
+use crate::server::{NotOpened, STORAGE_TIME, Server};
 
 /// Longest wait of a call that keeps a change for the end of another one, or of a reload. Shorter
 /// than the 5 s for which an upgrade that has begun waits for the call.
@@ -139,7 +136,7 @@ impl Server {
     }
 
     /// Excludes upgrades for a call that changes disks: the new server would not know the change.
-    fn exclude_upgrades(&self) -> Answer<RwLockReadGuard<'_, ()>> {
+    pub(super) fn exclude_upgrades(&self) -> Answer<RwLockReadGuard<'_, ()>> {
         let what = "an upgrade runs: try again when it has ended";
         self.hand_overs.try_exclude().ok_or_else(|| Problem::new(Kind::Conflict, what))
     }
@@ -152,12 +149,6 @@ impl Server {
             let what = format!("a reload or an upgrade runs{waits}: try again when it has ended");
             Problem::new(Kind::Conflict, what)
         })
-    }
-
-    /// Returns an error if the disk restricts its NBD clients without effect.
-    fn check_clients(&self, args: &DiskArgs) -> Answer<()> {
-        let tls = self.common.nbd.lock().unwrap_or_else(PoisonError::into_inner).tls();
-        nbd::check(tls, args).map_err(|e| invalid("tls-allow", &format!("{e:#}")))
     }
 
     pub(super) fn info(&self, name: &str) -> Answer<DiskInfo> {
@@ -181,19 +172,8 @@ impl Server {
         outcome(name, "flush", self.yard.begin_flush(name), STORAGE_TIME)
     }
 
-    fn row(&self, name: &str) -> Answer<DiskRow> {
+    pub(super) fn row(&self, name: &str) -> Answer<DiskRow> {
         self.info(name).map(words::row)
-    }
-
-    /// Returns an error if the group of a new disk does not exist.
-    fn check_group(&self, args: &DiskArgs) -> Answer<()> {
-        let Some(group) = &args.group else { return Ok(()) };
-        let known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        if inner(&known.file, "group").contains_key(group) {
-            return Ok(());
-        }
-        let what = format!("group: the configuration file has no table [group.{group}]");
-        Err(Problem::new(Kind::Invalid, what).in_field("group"))
     }
 
     /// Returns where changes are kept, if the caller asks for that.
@@ -269,17 +249,30 @@ impl Operator for Server {
     }
 
     fn disk(&self, name: &str) -> Answer<Disk> {
-        let row = self.row(name)?;
+        let info = self.info(name)?;
+        // A part of a second counts as a second.
+        let left = info.drain_left.map(|left| left.as_millis().div_ceil(1000) as u64);
+        let row = words::row(info);
         let settings = self.book.find(name).as_ref().map(words::settings);
         // A report of such a disk would wait until it is opened or closed.
         if matches!(row.state, State::Opening | State::Closing) {
             let (device, clients, share, requests) = Default::default();
-            return Ok(Disk { row, device, clients, share, settings, requests });
+            let drain_seconds_left = None;
+            return Ok(Disk {
+                row,
+                drain_seconds_left,
+                device,
+                clients,
+                share,
+                settings,
+                requests,
+            });
         }
         // Waits for no command, so that a disk on storage that hangs is shown too.
         let report = self.yard.report(name).map_err(words::problem)?;
         Ok(Disk {
             row,
+            drain_seconds_left: left,
             device: report.device.as_ref().map(|path| path.display().to_string()),
             clients: report.clients.iter().map(words::client).collect(),
             share: Some(words::share(&report.share)),
@@ -289,47 +282,11 @@ impl Operator for Server {
     }
 
     fn add(&self, keys: Object, persist: bool) -> Answer<Disk> {
-        let no_upgrade = self.exclude_upgrades()?;
-        let (args, table) = words::disk(keys)?;
-        check(&args).map_err(|e| Problem::new(Kind::Invalid, format!("{e:#}")))?;
-        self.check_group(&args)?;
-        self.check_clients(&args)?;
-        let name = args.name();
-        let store = self.persistence(&name, persist)?;
-        if self.row(&name).is_ok() {
-            let what = format!("a disk is called \"{name}\" already: choose another name");
-            return Err(Problem::new(Kind::Conflict, what).in_field("name"));
-        }
-        if let Some(store) = &store {
-            store.check(&name, &table).map_err(|e| conflict(&e))?;
-        }
-        let adding = self.begin_add(args.clone(), table.clone(), true);
-        // An upgrade leaves a disk on hung storage to the new server. The call itself must end
-        // before an upgrade only if it changes the configuration.
-        let _no_upgrade = Some(no_upgrade).filter(|_| persist);
-        let held = adding.and_then(Adding::wait_held).map_err(|e| match e {
-            AddError::Conflict(what) => Problem::new(Kind::Conflict, what),
-            AddError::Unseen(e) => Problem::new(Kind::Busy, e.to_string()),
-            AddError::Open(e) => Problem::new(Kind::Failed, format!("{e:#}")),
-            AddError::Yard(e) => words::problem(e),
-            e @ AddError::GoesOn { .. } if persist => {
-                Problem::new(Kind::Busy, format!("{e}; {NOT_WRITTEN}"))
-            }
-            e @ (AddError::GoesOn { .. }
-            | AddError::Waits { .. }
-            | AddError::WaitsForFiles { .. }
-            | AddError::Full { .. }
-            | AddError::Stopped { .. }) => Problem::new(Kind::Busy, e.to_string()),
-        })?;
-        // While the disk is held, no other call changes its file.
-        let kept = store.map_or(Ok(()), |store| {
-            store.keep(&name, &table)?;
-            self.book.adopt(&[args]);
-            Ok(())
-        });
-        held.keep();
-        not_kept(&name, "is served", kept)?;
-        self.disk(&name)
+        self.add_disk(keys, persist)
+    }
+
+    fn fork(&self, name: &str, fork: Fork) -> Answer<Disk> {
+        self.fork_disk(name, fork)
     }
 
     fn remove(&self, name: &str, force: bool, persist: bool) -> Answer<Removed> {
@@ -476,16 +433,19 @@ impl Operator for Server {
     }
 
     fn start(&self, name: &str, job: JobRequest) -> Answer<Job> {
-        if let JobRequest::Snapshot(snapshot) = &job {
-            words::check_path(&snapshot.overlay)?;
-        }
-        let job = match job {
-            // Holds the disk until the job has ended.
-            JobRequest::Snapshot(snapshot) if snapshot.persist => {
-                let _no_upgrade = self.exclude_upgrades()?;
-                return self.start_snapshot(name, snapshot).map(|job| words::job(&job));
+        let kind = match job {
+            JobRequest::Snapshot(snapshot) => {
+                places::check("overlay", &snapshot.overlay)?;
+                // Holds the disk until the job has ended.
+                if snapshot.persist {
+                    let _no_upgrade = self.exclude_upgrades()?;
+                    return self.start_kept(name, &snapshot).map(|job| words::job(&job));
+                }
+                JobKind::Snapshot(self.snapshot_options(name, &snapshot)?.into())
             }
-            job => job,
+            JobRequest::Backup(backup) => JobKind::Backup(backups::options(backup)?),
+            JobRequest::Commit => JobKind::Commit,
+            JobRequest::Stream => JobKind::Stream,
         };
         // A command that holds the disk may close it, and open it with its old image.
         let _held = match self.book.hold(name) {
@@ -494,16 +454,8 @@ impl Operator for Server {
             Err(HoldError::NotFound(_)) => None,
             Err(e @ HoldError::Busy(_)) => return Err(self.busy(&e)),
         };
-        let started = match job {
-            JobRequest::Snapshot(snapshot) => self.start_snapshot(name, snapshot),
-            JobRequest::Commit => {
-                self.yard.start_job(name, JobKind::Commit).map_err(words::problem)
-            }
-            JobRequest::Stream => {
-                self.yard.start_job(name, JobKind::Stream).map_err(words::problem)
-            }
-        };
-        started.map(|job| words::job(&job))
+        let started = self.yard.start_job(name, kind).map_err(words::problem)?;
+        Ok(words::job(&started))
     }
 
     fn jobs(&self) -> Vec<Job> {

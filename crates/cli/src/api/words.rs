@@ -1,23 +1,22 @@
 //! Settings, figures and errors in the words of the API.
 
 use std::collections::BTreeMap;
-use std::path::Path;
+use std::sync::Arc;
 use std::time::UNIX_EPOCH;
 
 use blockyard_control::types::{
     Client, DiskRow, Job, JobState, LimitSetting, Requests, Resized, Settings, ShareFigures, State,
 };
 use blockyard_control::{Answer, Kind, Object, Problem, invalid};
-use blockyard_disk::{OpKind, Statistics, Why};
+use blockyard_disk::{OpKind, Statistics, Why, WorkError};
 use blockyard_sched::{Limit, Share};
-use blockyard_yard::{DiskInfo, DiskState, YardError};
+use blockyard_yard::{Activation, DiskInfo, DiskState, YardError};
 use serde_json::Value;
 use toml::Table;
 
 use crate::book::{Entry, HoldError};
 use crate::config::mistake;
 use crate::handover::NotNow;
-use crate::looks;
 use crate::options::disk::DiskArgs;
 use crate::server::error::RemoveError;
 
@@ -51,10 +50,22 @@ fn kind(error: &YardError) -> Kind {
         YardError::NameTaken { .. } | YardError::Busy { .. } | YardError::Holds { .. } => {
             Kind::Conflict
         }
-        YardError::Work(e) if matches!(*e.why, Why::Busy | Why::Ended) => Kind::Conflict,
+        YardError::Work(e) => kind_of_work(e),
         YardError::TooManyJobs { .. } | YardError::Thread { .. } | YardError::Closing => Kind::Busy,
         _ => Kind::Failed,
     }
+}
+
+fn kind_of_work(error: &WorkError) -> Kind {
+    match *error.why {
+        Why::Busy | Why::Drained | Why::Ended => Kind::Conflict,
+        _ => Kind::Failed,
+    }
+}
+
+/// Returns the problem of a job that failed.
+pub fn work(error: Arc<WorkError>) -> Problem {
+    Problem::new(kind_of_work(&error), format!("{:#}", anyhow::Error::new(error)))
 }
 
 /// Returns the problem of an upgrade. It is a conflict if the same call may succeed later.
@@ -165,25 +176,6 @@ pub fn check_growth(args: &DiskArgs, old: u64, new: u64) -> Answer<()> {
     Ok(())
 }
 
-/// Returns an error if the path of a new overlay does not fit into one line of a message, or if the
-/// overlay's folder does not exist.
-pub fn check_path(overlay: &str) -> Answer<()> {
-    if overlay.contains(char::is_control) {
-        let what = format!("{overlay:?}: the path of an overlay has no control characters");
-        return Err(invalid("overlay", &what));
-    }
-    let folder = Path::new(overlay).parent().filter(|folder| !folder.as_os_str().is_empty());
-    let Some(folder) = folder else { return Ok(()) };
-    let path = folder.to_path_buf();
-    let exists = looks::look(folder, looks::LIMIT, move || path.exists());
-    if exists.map_err(|e| Problem::new(Kind::Busy, format!("{overlay}: folder {e}")))? {
-        return Ok(());
-    }
-    let folder = folder.display();
-    let what = format!("{overlay}: its folder {folder} does not exist: create it first");
-    Err(invalid("overlay", &what))
-}
-
 pub fn row(disk: DiskInfo) -> DiskRow {
     DiskRow {
         name: disk.name,
@@ -195,6 +187,8 @@ pub fn row(disk: DiskInfo) -> DiskRow {
         exports: disk.ways,
         paused: disk.paused,
         drained: disk.is_drained,
+        poisoned: disk.poisoned,
+        inactive: disk.is_inactive,
     }
 }
 
@@ -234,6 +228,10 @@ pub fn settings(entry: &Entry) -> Settings {
         format: args.format().ok().map(|format| format.to_string()),
         cache: args.cache.to_string(),
         on_enospc: args.on_enospc.to_string(),
+        activation: match args.activation {
+            Activation::Start => "start".into(),
+            Activation::Rings => "rings".into(),
+        },
         queues: args.queues,
         group: args.group.clone(),
         weight: args.weight,

@@ -2,10 +2,12 @@
 //!
 //! In: the path of `--config`, a file or a folder. Out: one configuration. Files of the folder come
 //! after the main file, in the order of their names. What must hold: each error names its file and
-//! line. A disk or group of a later file replaces the one of the same name, as a whole.
+//! line. A disk or group of a later file replaces the one of the same name, as a whole. A folder
+//! that is gone does not become a file: its parts would be those of another folder.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use blockyard_disk::Source;
 use blockyard_ring::sandbox::Reserved;
@@ -72,9 +74,20 @@ impl Missing {
     }
 }
 
+/// Whether the paths of configurations were folders when this process first used them. A process
+/// has one configuration.
+static FOLDERS: Mutex<BTreeMap<PathBuf, bool>> = Mutex::new(BTreeMap::new());
+
+/// Returns whether a configuration is a folder. Later changes of the file system do not change
+/// that: `conf.d` would be another folder then.
+fn is_folder(config: &Path) -> bool {
+    let mut folders = FOLDERS.lock().unwrap_or_else(PoisonError::into_inner);
+    *folders.entry(config.to_path_buf()).or_insert_with(|| config.is_dir())
+}
+
 /// Returns the folder that holds the main file of a configuration.
 pub fn root(config: &Path) -> &Path {
-    if config.is_dir() {
+    if is_folder(config) {
         return config;
     }
     config.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."))
@@ -82,7 +95,7 @@ pub fn root(config: &Path) -> &Path {
 
 /// Returns the main file of a configuration, which may be missing.
 pub fn main(config: &Path) -> PathBuf {
-    if config.is_dir() { config.join(MAIN) } else { config.to_path_buf() }
+    if is_folder(config) { config.join(MAIN) } else { config.to_path_buf() }
 }
 
 /// Returns the files of a configuration, which no disk may use.
@@ -100,11 +113,10 @@ pub struct Instead<'a> {
 
 /// Reads and merges the files of a configuration.
 pub fn read(config: &Path, instead: Option<Instead<'_>>) -> Result<Config, ConfigError> {
-    let is_folder = config.is_dir();
     let main = main(config);
     let mut all = match read_text(&main) {
         // A folder may have parts only.
-        Err(e) if is_folder && e.is_missing() && !is_link(&main) => {
+        Err(e) if config.is_dir() && e.is_missing() && !is_link(&main) => {
             Config { missing: Missing { main: true, parts: false }, ..Config::default() }
         }
         text => {
@@ -376,6 +388,18 @@ mod tests {
         std::fs::remove_file(&kept).unwrap();
         files.write("conf.d/91-own.toml", &other.replace("= 5", "= 9"));
         assert_eq!(weights(), Ok(vec![9]));
+    }
+
+    #[test]
+    fn a_folder_that_is_gone_does_not_become_a_file() {
+        let files = Files::new("gone");
+        files.write("conf.d/a.toml", &disk("a", ""));
+        assert_eq!(Config::read(&files.0, false).unwrap().disks.len(), 1);
+        std::fs::remove_dir_all(&files.0).unwrap();
+        assert_eq!(root(&files.0), files.0);
+        assert_eq!(main(&files.0), files.0.join(MAIN));
+        let error = Config::read(&files.0, true).unwrap_err().to_string();
+        assert!(error.contains(MAIN) && error.contains("cannot read it"), "{error}");
     }
 
     #[test]

@@ -130,6 +130,45 @@ pub enum Command {
         #[arg(long)]
         no_wait: bool,
     },
+    /// Copy a disk as it is at this moment into a new image, while guests go on.
+    ///
+    /// The copy is what a power cut at the beginning would leave.
+    Backup {
+        /// Format of the new image [default: by its name, else raw].
+        #[arg(long, value_name = "FORMAT", value_parser = ["raw", "qcow2"])]
+        format: Option<String>,
+        /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        disk: String,
+        /// Path of the image to create.
+        #[arg(value_hint = ValueHint::FilePath)]
+        target: PathBuf,
+        /// Return at once, and leave the job to `ctl wait`.
+        #[arg(long)]
+        no_wait: bool,
+    },
+    /// Add a second, writable disk that begins with the present content of a disk.
+    ///
+    /// Takes a snapshot: the disk goes on in OVERLAY, as after `ctl snapshot`. The new disk has its
+    /// own image on the same base.
+    Fork {
+        /// Write both disks into the folder conf.d of the configuration too.
+        #[arg(long)]
+        persist: bool,
+        /// Continue although the image cannot record that it has an overlay. Then nothing stops a
+        /// server that opens the image alone.
+        #[arg(long)]
+        unrecorded: bool,
+        /// Name of the disk.
+        #[arg(value_parser = NonEmptyStringValueParser::new())]
+        disk: String,
+        /// Path of the overlay to create for the disk.
+        #[arg(value_hint = ValueHint::FilePath)]
+        overlay: PathBuf,
+        /// Keys of the new disk, as for `ctl add`. image is the path of the image to create.
+        #[arg(required = true, value_name = "KEY=VALUE")]
+        keys: Vec<String>,
+    },
     /// Copy the topmost image's data into its backing image.
     Commit {
         /// Name of the disk.
@@ -148,14 +187,14 @@ pub enum Command {
         #[arg(long)]
         no_wait: bool,
     },
-    /// List the jobs: snapshots, commits and streams.
+    /// List the jobs: snapshots, commits, streams and backups.
     Jobs,
     /// Wait for the end of a job. Fails if the job failed.
     Wait {
         /// Number of the job.
         job: u64,
     },
-    /// Cancel a commit or a stream.
+    /// Cancel a commit, stream or backup.
     Cancel {
         /// Number of the job.
         job: u64,
@@ -329,6 +368,17 @@ fn answer(caller: &Caller<'_>, command: &Command) -> anyhow::Result<Value> {
             let overlay = full(overlay)?;
             let body = json!({ "overlay": overlay, "persist": persist, "unrecorded": unrecorded });
             caller.start(&of(disk, "/snapshot"), Some(&body), *no_wait)
+        }
+        Command::Backup { disk, target, format, no_wait } => {
+            let body = json!({ "target": full(target)?, "format": format });
+            caller.start(&of(disk, "/backup"), Some(&body), *no_wait)
+        }
+        Command::Fork { disk, overlay, keys, persist, unrecorded } => {
+            let (overlay, keys) = (full(overlay)?, object(keys)?);
+            let body = json!({
+                "overlay": overlay, "persist": persist, "unrecorded": unrecorded, "disk": keys,
+            });
+            caller.post(&of(disk, "/fork"), Some(&body))
         }
         Command::Commit { disk, no_wait } => caller.start(&of(disk, "/commit"), None, *no_wait),
         Command::Stream { disk, no_wait } => caller.start(&of(disk, "/stream"), None, *no_wait),

@@ -31,7 +31,7 @@ fn plain(command: &Command, mut answer: Value) -> serde_json::Result<String> {
         Command::Events { .. } => String::new(),
         Command::List => list(&serde_json::from_value::<Disks>(answer)?.disks),
         Command::Names => names(&serde_json::from_value::<Disks>(answer)?.disks),
-        Command::Show { .. } | Command::Add { .. } | Command::Set { .. } => {
+        Command::Show { .. } | Command::Add { .. } | Command::Fork { .. } | Command::Set { .. } => {
             disk(&serde_json::from_value(answer)?)
         }
         Command::Remove { disk, .. } => match answer["flushed"] == false {
@@ -67,6 +67,7 @@ fn plain(command: &Command, mut answer: Value) -> serde_json::Result<String> {
             format!("{disk}: disconnected {clients}\n")
         }
         Command::Snapshot { .. }
+        | Command::Backup { .. }
         | Command::Commit { .. }
         | Command::Stream { .. }
         | Command::Wait { .. }
@@ -103,9 +104,10 @@ fn upgraded(done: &Upgraded) -> String {
         let _ = writeln!(text, "{what} (the configuration does not have it)");
     }
     if done.disconnected > 0 {
+        let were = if done.disconnected == 1 { "was" } else { "were" };
         text += &format!(
-            "{} NBD clients were disconnected (TLS, or no export chosen yet)\n",
-            done.disconnected
+            "{} {were} disconnected (TLS, or no export chosen yet)\n",
+            number(done.disconnected, "NBD client")
         );
     }
     text
@@ -164,9 +166,11 @@ fn resume(disk: &str) -> String {
 fn state_of(disk: &DiskRow) -> &'static str {
     match disk.state {
         State::Opening => "opening",
+        State::Serving | State::Busy if disk.poisoned.is_some() => "poisoned",
         // A command does not end the pause.
         State::Serving | State::Busy if disk.drained => "drained",
         State::Serving | State::Busy if disk.paused > 0 => "paused",
+        State::Serving if disk.inactive => "no-guest",
         State::Serving if disk.read_only => "read-only",
         State::Serving => "serving",
         State::Busy => "busy",
@@ -213,6 +217,10 @@ fn status(server: &ServerInfo, disks: &[DiskRow], all: &[Job]) -> String {
         text.push('\n');
         text += &table(&rows);
     }
+    for disk in disks {
+        let Some(why) = &disk.poisoned else { continue };
+        let _ = write!(text, "\n{}: poisoned: {}\n", clean(&disk.name), clean(why));
+    }
     for disk in disks.iter().filter(|disk| disk.paused > 0) {
         let _ = write!(
             text,
@@ -244,6 +252,18 @@ fn disk(disk: &Disk) -> String {
         row(&["images", &disk.row.images]),
         row(&["exports", &disk.row.exports.join(", ")]),
     ];
+    rows.extend(disk.row.poisoned.iter().map(|why| row(&["poisoned", why])));
+    if disk.row.inactive {
+        rows.push(row(&["image", "closed, because no ring of a guest runs"]));
+    }
+    if disk.row.drained {
+        let left = match disk.drain_seconds_left {
+            Some(seconds) => format!("{seconds} s left; "),
+            None => String::new(),
+        };
+        let what = format!("requests wait: {left}{} ends it", resume(&disk.row.name));
+        rows.push(row(&["drain", &what]));
+    }
     if disk.row.paused > 0 {
         let what = format!("{}; free some, then {}", disk.row.paused, resume(&disk.row.name));
         rows.push(row(&["requests that wait for space", &what]));
@@ -256,7 +276,7 @@ fn disk(disk: &Disk) -> String {
     if let Some(share) = &disk.share {
         let device = share.device.as_deref().unwrap_or("none");
         rows.push(row(&["shared device", device]));
-        rows.push(row(&["waiting now", &share.queued.to_string()]));
+        rows.push(row(&["waiting for limits and share", &share.queued.to_string()]));
     }
     let mut text = table(&rows);
     if !disk.clients.is_empty() {
@@ -306,6 +326,9 @@ fn client(client: &Client) -> Vec<String> {
 fn settings(settings: &Settings) -> Vec<Vec<String>> {
     let mut rows = vec![row(&["cache", &settings.cache])];
     rows.push(row(&["on-enospc", &settings.on_enospc]));
+    if !settings.activation.is_empty() {
+        rows.push(row(&["activation", &settings.activation]));
+    }
     let mut add = |key: &str, value: Option<String>| rows.extend(value.map(|v| row(&[key, &v])));
     let limit = |limit: Option<LimitSetting>| {
         limit.map(|LimitSetting { rate, max, length }| match max {
@@ -363,11 +386,11 @@ fn reload(reload: &Reload) -> String {
     }
     for change in &reload.changed {
         let keys = crate::changes::describe(&change.keys);
-        let how = if change.disconnects { ", and clients disconnected" } else { "" };
+        let how = if change.disconnects { ", and any clients disconnected" } else { "" };
         let _ = writeln!(text, "{}: {will}changed{how}: {keys}", change.disk);
     }
     for disk in &reload.removed {
-        let _ = writeln!(text, "{disk}: {will}removed, and clients disconnected");
+        let _ = writeln!(text, "{disk}: {will}removed, and any clients disconnected");
     }
     for change in &reload.groups {
         let keys = crate::changes::describe(&change.keys);
@@ -430,6 +453,8 @@ mod tests {
             exports: Vec::new(),
             paused: 0,
             drained: false,
+            poisoned: None,
+            inactive: false,
         }
     }
 
@@ -447,9 +472,12 @@ mod tests {
             "a b: requests that wait for space on the host: 1; free some, then `blockyard ctl resume \
              'a b'`",
             "c: a drain holds its requests back until `blockyard ctl resume c`",
+            "p: poisoned: a flush failed",
         ];
         let drained = DiskRow { drained: true, ..row_of("c") };
-        let two = status(&ServerInfo { disks: 2, ..server.clone() }, &[paused, drained], &[]);
+        let poisoned = DiskRow { poisoned: Some("a flush failed".into()), ..row_of("p") };
+        let all = [paused, drained, poisoned];
+        let two = status(&ServerInfo { disks: 2, ..server.clone() }, &all, &[]);
         let failed = UnopenedDisk {
             name: "d".into(),
             image: "/i".into(),
@@ -461,6 +489,39 @@ mod tests {
         assert!(text.contains("1970-01-02") && text.contains("  /i     gone\n"), "{text}");
         assert!(two.contains("process 2, 2 disks, configuration"), "{two}");
         assert!(lines.iter().all(|line| two.lines().any(|other| other == *line)), "{two}");
+    }
+
+    #[test]
+    fn a_disk_that_serves_less_than_it_should_says_so() {
+        let poisoned = DiskRow { poisoned: Some("a flush failed".into()), ..row_of("p") };
+        assert_eq!(state_of(&DiskRow { drained: true, ..poisoned.clone() }), "poisoned");
+        let (device, clients, share, settings, requests) = Default::default();
+        let drained = DiskRow { drained: true, inactive: true, ..poisoned.clone() };
+        let (row, drain_seconds_left) = (drained, Some(7));
+        let all = Disk { row, drain_seconds_left, device, clients, share, settings, requests };
+        let shown = disk(&all);
+        for line in [
+            "state     poisoned",
+            "poisoned  a flush failed",
+            "image     closed, because no ring of a guest runs",
+            "drain     requests wait: 7 s left; `blockyard ctl resume p` ends it",
+        ] {
+            assert!(shown.lines().any(|other| other == line), "{line}: {shown}");
+        }
+        assert!(list(&[poisoned]).contains("poisoned"));
+        assert_eq!(state_of(&DiskRow { inactive: true, ..row_of("i") }), "no-guest");
+    }
+
+    #[test]
+    fn what_a_reload_removes_need_not_have_clients() {
+        let done = Reload { removed: vec!["a".into()], ..Reload::default() };
+        assert_eq!(reload(&done), "a: removed, and any clients disconnected\n");
+        let upgraded = |disconnected| {
+            let (pid, version, disks, ended) = Default::default();
+            upgraded(&Upgraded { pid, version, disks, ended, disconnected })
+        };
+        assert!(upgraded(1).contains("\n1 NBD client was disconnected"));
+        assert!(upgraded(2).contains("\n2 NBD clients were disconnected"));
     }
 
     #[test]

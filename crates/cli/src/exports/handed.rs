@@ -34,6 +34,12 @@ impl HandedExports {
         all.contains_key(&(disk.into(), kind.into()))
     }
 
+    /// Returns whether nothing has taken the parcel of an export yet, and `is_meant` holds for it.
+    pub fn has_such(&self, disk: &str, kind: &str, is_meant: fn(&Parcel) -> bool) -> bool {
+        let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        all.get(&(disk.into(), kind.into())).is_some_and(|(parcel, _)| is_meant(parcel))
+    }
+
     /// Returns the disks with exports that nothing has taken.
     pub fn disks(&self) -> BTreeSet<String> {
         let all = self.0.lock().unwrap_or_else(PoisonError::into_inner);

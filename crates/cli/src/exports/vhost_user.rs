@@ -3,17 +3,42 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use blockyard_disk::Disk;
 use blockyard_export::vhost_user::{self, Before, HandedSocket, Tuning, VhostUser};
-use blockyard_export::{Listener, keeper};
+use blockyard_export::{Export, Listener, Reactors, keeper};
 use blockyard_ring::parcel::Parcel;
 use blockyard_yard::{Way, WayError};
 
 use super::bound::Address;
-use super::{Common, Listens, at, shape};
+use super::{Common, HandedExports, Listens, at, shape};
 use crate::inherited;
 use crate::options::disk::DiskArgs;
 
 pub(super) struct Kind;
+
+/// A socket that may continue a session of an earlier server.
+struct Continued {
+    way: Arc<dyn Way>,
+    handed: Arc<HandedExports>,
+}
+
+impl Way for Continued {
+    fn describe(&self) -> String {
+        self.way.describe()
+    }
+
+    fn start(
+        &self,
+        disk: &Arc<Disk>,
+        reactors: &Arc<Reactors>,
+    ) -> Result<Box<dyn Export>, WayError> {
+        self.way.start(disk, reactors)
+    }
+
+    fn continues_rings(&self, disk: &str) -> bool {
+        self.handed.has_such(disk, vhost_user::KIND, HandedSocket::runs_rings)
+    }
+}
 
 impl super::Kind for Kind {
     fn option(&self) -> &'static str {
@@ -72,7 +97,8 @@ impl super::Kind for Kind {
         };
         let (shape, handed) = (shape(args), common.handed.clone());
         let bound = common.bound.clone();
-        at(socket.clone(), args, move |disk, reactors| {
+        let all_handed = handed.clone();
+        let way = at(socket.clone(), args, move |disk, reactors| {
             if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
                 // If the session cannot go on, it may after a correction of the configuration.
                 let spare = parcel.try_clone();
@@ -99,6 +125,7 @@ impl super::Kind for Kind {
             };
             let reactors = reactors.clone();
             Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors)?))
-        })
+        })?;
+        Some(Arc::new(Continued { way, handed: all_handed }))
     }
 }

@@ -12,7 +12,7 @@
 
 use std::collections::HashMap;
 use std::ffi::OsString;
-use std::io;
+use std::io::{self, ErrorKind};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -72,9 +72,18 @@ enum Order {
     Ended(i32),
 }
 
+/// The process that starts the next server is gone. Only a new server can have another one.
+#[derive(Debug, thiserror::Error)]
+#[error(
+    "the process that starts programs for this server has ended, so it can start no next server: \
+     restart the server instead of an upgrade"
+)]
+struct Died;
+
 /// Starts the next server, with `connection` as its standard input. Returns its process.
 pub fn launch(connection: OwnedFd) -> anyhow::Result<i32> {
-    order(Order::Start, &[connection.as_fd()])
+    let launched = order(Order::Start, &[connection.as_fd()]);
+    launched.inspect_err(|e| tracing::error!("no next server is started: {e:#}"))
 }
 
 /// Kills a process. Fails if [`launch`] has not started it.
@@ -104,11 +113,13 @@ fn ask(
     fds: &[BorrowedFd<'_>],
 ) -> anyhow::Result<i32> {
     let deadline = Instant::now() + PATIENCE;
-    parcel::send(stream, &serde_json::to_vec(&(number, order))?, fds, deadline)?;
+    let bytes = serde_json::to_vec(&(number, order))?;
+    parcel::send(stream, &bytes, fds, deadline).map_err(|e| match e.kind() {
+        ErrorKind::BrokenPipe | ErrorKind::ConnectionReset => Died.into(),
+        _ => anyhow::Error::from(e).context("talking to the process that starts programs"),
+    })?;
     loop {
-        let Some(Parcel { bytes, .. }) = parcel::receive(stream, deadline)? else {
-            bail!("the process that starts the next server has ended");
-        };
+        let Parcel { bytes, .. } = parcel::receive(stream, deadline)?.ok_or(Died)?;
         let (of, answer): (Number, Result<i32, String>) = serde_json::from_slice(&bytes)?;
         if of == number {
             return answer.map_err(anyhow::Error::msg);
@@ -247,6 +258,21 @@ pub fn own_arguments() -> Vec<OsString> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_death_of_the_launcher_is_named() {
+        let (server, end) = UnixStream::pair().unwrap();
+        drop(end);
+        let error = ask(&server, 1, &Order::Start, &[]).unwrap_err();
+        assert!(error.is::<Died>(), "{error:#}");
+        // It dies after it has got the order.
+        let (server, end) = UnixStream::pair().unwrap();
+        let order = std::thread::spawn(move || ask(&server, 1, &Order::Start, &[]));
+        assert!(parcel::receive(&end, Instant::now() + PATIENCE).unwrap().is_some());
+        drop(end);
+        let error = order.join().unwrap().unwrap_err();
+        assert!(error.to_string().contains("restart the server"), "{error:#}");
+    }
 
     #[test]
     fn it_kills_what_it_has_started_and_no_other_process() {

@@ -135,6 +135,24 @@ impl Takeover {
         self.sockets.remove(name)
     }
 
+    /// Returns an error if this server has no API, or no socket for take-overs, and the old one
+    /// has. Operators would lose them with an upgrade that succeeds.
+    pub fn check_sockets(&self) -> anyhow::Result<()> {
+        for (name, option) in [("API", "api (--api)"), ("control", "--control")] {
+            let Some(parcel) = self.sockets.get(name) else { continue };
+            let listener = Listener::from_parcel(parcel.try_clone()?)?;
+            let path = listener.path().map(|path| format!(" on {}", path.display()));
+            // This process is not the owner of the sockets yet, so the file stays.
+            drop(listener);
+            bail!(
+                "{option}: the running server listens{}, and this one has no such option: give it \
+                 too, or remove it by a restart",
+                path.unwrap_or_default()
+            );
+        }
+        Ok(())
+    }
+
     /// Does what may fail before the disks are taken over. After an error the old server goes on.
     pub fn prepare<T>(
         &mut self,
@@ -144,7 +162,8 @@ impl Takeover {
         prepared.inspect_err(|e| self.fail(e))
     }
 
-    fn fail(&self, error: &anyhow::Error) {
+    /// Reports to the old server why this one cannot take the disks. The old server goes on.
+    pub fn fail(&self, error: &anyhow::Error) {
         let _ = self.peer.send(&FromNew::Failed { what: format!("{error:#}") });
         custody::set(Custody::Gone);
     }

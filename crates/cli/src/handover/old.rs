@@ -18,6 +18,7 @@ use blockyard_export::custody::{self, Custody};
 use blockyard_export::{keeper, vhost_user};
 use blockyard_ring::host;
 use blockyard_ring::sandbox;
+use blockyard_ring::text::clean;
 use blockyard_storage::Program;
 use blockyard_yard::{DiskState, HeldOpenings};
 use rustix::io::Errno;
@@ -42,6 +43,12 @@ const END_TIME: Duration = Duration::from_secs(10);
 const KILL_TIME: Duration = Duration::from_secs(60);
 /// Time between two looks whether this server ends, while it waits for such a process.
 const CHECK_TIME: Duration = Duration::from_millis(500);
+
+/// Why a process is refused that sends no message of a hand-over.
+const STRANGER: &str = "the process that has connected to --control is no blockyard that takes \
+                        over (serve --takeover)";
+/// Most characters of a new server's error that this one repeats.
+const MOST_OF_ERROR: usize = 2000;
 
 /// A hand-over that runs.
 struct HandOver<'a> {
@@ -114,6 +121,11 @@ fn watch(pid: i32) -> anyhow::Result<(Pid, OwnedFd)> {
     }
 }
 
+/// Returns the error of a new server for the log and the answer of the upgrade: one line.
+fn shown(error: &str) -> String {
+    clean(error).chars().take(MOST_OF_ERROR).collect()
+}
+
 /// Reports to both sides why a hand-over does not begin.
 pub fn refuse(peer: &Peer, why: &anyhow::Error) {
     tracing::error!("nothing is handed over: {why:#}");
@@ -137,7 +149,7 @@ impl<'a> HandOver<'a> {
                     taken.pause = Some(pause);
                     taken.changed = changed;
                 }
-                FromNew::Failed { what } => bail!("the new server failed: {what}"),
+                FromNew::Failed { what } => bail!("the new server failed: {}", shown(&what)),
                 FromNew::Ready => break,
                 other => bail!("the new server sent {other:?}"),
             }
@@ -220,9 +232,14 @@ impl<'a> HandOver<'a> {
     }
 
     fn greet(&mut self) -> anyhow::Result<()> {
-        let (format, version) = match self.peer.receive().context("waiting for the new server")? {
+        // Any process of this user may connect to `--control`, such as an HTTP client.
+        let hello = self.peer.receive().map_err(|e| match e.kind() {
+            ErrorKind::InvalidData if !self.is_ours => anyhow::anyhow!(STRANGER),
+            _ => anyhow::Error::from(e).context("waiting for the new server"),
+        });
+        let (format, version) = match hello? {
             FromNew::Hello { format, version } => (format, version),
-            FromNew::Failed { what } => bail!("the new server failed: {what}"),
+            FromNew::Failed { what } => bail!("the new server failed: {}", shown(&what)),
             other => bail!("the new server does not say hello, but {other:?}"),
         };
         if format != FORMAT {

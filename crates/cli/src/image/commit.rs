@@ -49,6 +49,8 @@ fn rate(text: &str) -> Result<u64, String> {
 pub fn run(options: &CommitArgs) -> Result<(), Failure> {
     let reading = ChainOptions {
         cache: options.cache,
+        // Refuse an abandoned overlay before the base is enlarged.
+        reads_abandoned: false,
         ..options.folders.reading(&options.image.file, options.image.format)
     };
     tools::apply_journal_of(&reading).map_err(failed)?;

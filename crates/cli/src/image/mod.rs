@@ -168,6 +168,7 @@ impl FolderArgs {
             read_only: true,
             cache: CacheMode::Writeback,
             folders: self.backing_folders.clone(),
+            reads_abandoned: true,
             ..ChainOptions::new(path)
         }
     }

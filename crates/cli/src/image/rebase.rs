@@ -29,7 +29,7 @@ pub struct RebaseArgs {
     /// Change only the name in the header, for a backing file that was moved or renamed.
     ///
     /// The new file must have the same data as the old one, otherwise the disk changes. Neither
-    /// file has to exist.
+    /// file has to exist. An overlay that was abandoned can be served again.
     #[arg(short = 'u', long = "unsafe")]
     only_name: bool,
     /// Compress clusters that are copied as a whole (qcow2).

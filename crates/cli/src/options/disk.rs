@@ -132,7 +132,8 @@ pub struct DiskArgs {
 
     /// Open backing and data files only in this folder or below. May be repeated.
     ///
-    /// An NBD URI instead of a folder allows the exports of a server [default: the image's own
+    /// An NBD URI instead of a folder allows the exports of a server. For a raw image these folders
+    /// allow overlays that later snapshots put into other folders [default: the image's own
     /// folder].
     #[arg(long = "backing-folder", value_name = "FOLDER", help_heading = "Image",
         value_hint = ValueHint::DirPath)]
@@ -146,7 +147,8 @@ pub struct DiskArgs {
 
     /// Write to an image although it is the backing file of a live snapshot's overlay.
     ///
-    /// This makes the overlay invalid. All writes to it are lost.
+    /// This makes the overlay invalid, and marks it so. All writes to it are lost. Use this for one
+    /// start: a later start with this option abandons the overlay of a later snapshot.
     #[arg(long, help_heading = "Image")]
     #[serde(default)]
     pub abandon_overlay: bool,

@@ -5,9 +5,10 @@ use std::collections::{BTreeSet, HashSet};
 use blockyard_control::events::What;
 use blockyard_control::types::{FailedDisk, GroupChange, Ignored, Reload};
 use blockyard_yard::{Resized, YardError};
-use toml::Table;
+use toml::{Table, Value};
 
-use crate::changes::{changes, describe, inner};
+use crate::book::Entry;
+use crate::changes::{change, changes, describe, inner};
 use crate::server::error::AddError;
 
 /// Returns the event of a reload.
@@ -44,6 +45,26 @@ pub fn group_changes(old: &Table, new: &Table) -> Vec<GroupChange> {
         (!keys.is_empty()).then(|| GroupChange { group: name.clone(), keys })
     };
     names.into_iter().filter_map(change).collect()
+}
+
+/// Returns the disks of the API that stay in a group which the file does not have any more.
+/// `names`: the disks of the file.
+pub fn lost_groups(file: &Table, served: &[Entry], names: &HashSet<String>) -> Vec<Ignored> {
+    let groups = inner(file, "group");
+    let stays = |entry: &&Entry| entry.by_api && !names.contains(&entry.args.name());
+    let ignored = served.iter().filter(stays).filter_map(|entry| {
+        let (disk, group) = (entry.args.name(), entry.args.group.as_ref()?);
+        if groups.contains_key(group) {
+            return None;
+        }
+        let change = change("group", Some(&Value::from(group.clone())), None)?;
+        let reason = format!(
+            "a call added disk \"{disk}\", so it stays in the group with the last values of \
+             [group.{group}]: remove the disk, or put the table back"
+        );
+        Some(Ignored { change, reason })
+    });
+    ignored.collect()
 }
 
 /// Logs changes that are not those of disks.

@@ -8,6 +8,7 @@ use blockyard_yard::YardError;
 
 use crate::claims::UnseenError;
 use crate::disks::advise;
+use crate::late::describe;
 use crate::options::disk::DiskArgs;
 
 /// Reasons why a disk cannot be added.
@@ -19,7 +20,8 @@ pub enum AddError {
     Unseen(UnseenError),
     #[error("{0:#}")]
     Open(anyhow::Error),
-    #[error(transparent)]
+    /// The list of disks that are not open has no place for causes, so this names all of them.
+    #[error("{}", describe(.0))]
     Yard(YardError),
     /// The disk is served when its storage answers.
     #[error(

@@ -82,8 +82,11 @@ fn header(frame: &mut Frame<'_>, area: Rect, view: &View) {
     let all = view.rates.disks.values();
     let sum = |value: fn(&super::rates::DiskRates) -> f64| all.clone().map(value).sum::<f64>();
     let second = format!(
-        "{} disks  {} IOPS  read {} MB/s  write {} MB/s  memory {}",
-        latest.disks.len(),
+        "{}  {} IOPS  read {} MB/s  write {} MB/s  memory {}",
+        match latest.disks.len() {
+            1 => "1 disk".into(),
+            disks => format!("{disks} disks"),
+        },
         count(sum(|disk| disk.requests)),
         megabytes(sum(|disk| disk.read_bytes)),
         megabytes(sum(|disk| disk.write_bytes)),

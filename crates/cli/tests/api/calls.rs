@@ -163,7 +163,7 @@ fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
                      "keys": [{ "key": "iops", "old": "not set", "new": "\"100\"" }] }],
         "nbd": [],
         "ignored": [{ "key": "reactors", "old": "1", "new": "2",
-                      "reason": "restart the server to apply it" }],
+                      "reason": "restart or upgrade the server to apply it" }],
         "failed": [],
     });
     assert_eq!(server.good("POST", "/v1/reload?dry-run=true", Value::Null), expected);
@@ -194,6 +194,27 @@ fn a_reload_answers_what_changes_and_keeps_disks_of_the_api() {
     server.configure("reactors = \"x\"");
     let problem = server.bad("POST", "/v1/reload", "", 422);
     assert!(problem["detail"].as_str().unwrap().contains("line 1: reactors"), "{problem}");
+}
+
+/// The disk keeps the group, because nothing else says what it may use.
+#[test]
+fn a_reload_names_disks_of_the_api_in_a_group_that_the_file_lost() {
+    let group = "[group.slow]\niops = \"100\"\n";
+    let server = Server::configured(group);
+    let mut keys = server.keys("mine");
+    keys["group"] = "slow".into();
+    server.good("POST", "/v1/disks", keys);
+    server.good("POST", "/v1/disks", server.keys("other"));
+    let reload = || server.good("POST", "/v1/reload", Value::Null)["ignored"].clone();
+    assert_eq!(reload(), json!([]));
+    server.configure("");
+    let ignored = reload();
+    assert_eq!(ignored.as_array().unwrap().len(), 1, "{ignored}");
+    assert_eq!((&ignored[0]["key"], &ignored[0]["old"]), (&json!("group"), &json!("\"slow\"")));
+    let reason = ignored[0]["reason"].as_str().unwrap();
+    assert!(reason.contains("disk \"mine\"") && reason.contains("[group.slow]"), "{reason}");
+    server.configure(group);
+    assert_eq!(reload(), json!([]));
 }
 
 #[test]
@@ -256,18 +277,19 @@ fn a_raw_disk_grows_and_its_guest_sees_the_size() {
     server.bad("POST", "/v1/disks/a/resize", r#"{"size": 3000001}"#, 422);
     server.good("POST", "/v1/disks/a/drain", json!({}));
     let refused = server.bad("POST", "/v1/disks/a/resize", r#"{"size": 3145728}"#, 409);
-    assert!(refused["detail"].as_str().unwrap().contains("drain of this disk"), "{refused}");
+    assert!(refused["detail"].as_str().unwrap().contains("the disk is drained"), "{refused}");
     server.good("POST", "/v1/disks/a/resume", Value::Null);
     std::fs::File::options().write(true).open(&image).unwrap().set_len(4 << 20).unwrap();
     let resized = server.good("POST", "/v1/disks/a/refresh", Value::Null);
     assert_eq!(resized, json!({ "old": 2 << 20, "new": 4 << 20 }));
-    // Its path names another file now, which stays as it is.
+    // Its path names another file now. Both stay as they are.
     let len = |path: &std::path::Path| std::fs::metadata(path).unwrap().len();
     let opened = server.folder.join("opened.img");
     std::fs::rename(&image, &opened).unwrap();
     server.folder.image("disk.img", 1 << 20);
-    server.good("POST", "/v1/disks/a/resize", json!({ "size": 5 << 20 }));
-    assert_eq!((len(&image), len(&opened)), (1 << 20, 5 << 20));
+    let refused = server.bad("POST", "/v1/disks/a/resize", r#"{"size": 5242880}"#, 422);
+    assert!(refused["detail"].as_str().unwrap().contains("another file is there"), "{refused}");
+    assert_eq!((len(&image), len(&opened)), (1 << 20, 4 << 20));
     server.good("POST", "/v1/disks", server.keys("ram"));
     server.bad("POST", "/v1/disks/ram/resize", r#"{"size": 2097152}"#, 422);
 }
@@ -372,6 +394,8 @@ fn the_description_has_every_call() {
         ("/v1/disks", "post"),
         ("/v1/disks/{name}", "patch"),
         ("/v1/disks/{name}/snapshot", "post"),
+        ("/v1/disks/{name}/backup", "post"),
+        ("/v1/disks/{name}/fork", "post"),
         ("/v1/jobs/{number}", "delete"),
         ("/v1/reload", "post"),
     ] {

@@ -187,6 +187,13 @@ fn a_failed_flush_is_an_event_and_a_figure() {
     let figures = server.good("GET", "/v1/figures", Value::Null);
     assert_eq!(figures["disks"][0]["poisoned"], true);
     assert_eq!(value(&scrape(&server), "blockyard_disk_poisoned", "a"), 1.0);
+    let disk = server.good("GET", "/v1/disks/a", Value::Null);
+    assert_eq!(disk["poisoned"], poisoned["why"]);
+    let api = server.socket();
+    for (command, what) in [("list", "  poisoned  "), ("status", "a: poisoned: a flush failed")] {
+        let shown = blockyard(["ctl", "--api", api.to_str().unwrap(), command]).good();
+        assert!(shown.contains(what), "{shown}");
+    }
     for (call, body) in [("flush", ""), ("drain", "{}")] {
         let problem = server.bad("POST", &format!("/v1/disks/a/{call}"), body, 422);
         assert!(problem["detail"].as_str().unwrap().contains("flush"), "{call}: {problem}");

@@ -5,7 +5,7 @@ use std::path::Path;
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
-use crate::common::{SOON, guests, until};
+use crate::common::{SOON, blockyard, guests, until};
 use crate::events::follow;
 use crate::metrics::{scrape, value};
 use crate::server::Server;
@@ -96,6 +96,83 @@ fn a_drained_disk_holds_requests_until_it_is_resumed() {
     }
     // The end of the server does not wait for the drain.
     server.daemon.stop();
+}
+
+/// A guest waits for the answer of a request that the drain holds back.
+#[test]
+fn a_drained_disk_refuses_at_once_what_would_wait_for_its_requests() {
+    let server = Server::start();
+    let (image, socket) = (server.folder.image("disk.img", 1 << 20), server.folder.join("s"));
+    server.good("POST", "/v1/disks", json!({ "name": "a", "image": image, "vhost-user": socket }));
+    let left = || server.good("GET", "/v1/disks/a", Value::Null)["drain_seconds_left"].clone();
+    assert_eq!(left(), Value::Null);
+    let mut session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let queue = &mut session.queues[0];
+    server.good("POST", "/v1/disks/a/drain", json!({ "seconds": 600 }));
+    assert!((1..=600).contains(&left().as_u64().unwrap()), "{}", left());
+    queue.submit(0, request::OUT, 0, Data::ToDevice(4096));
+    queue.publish().unwrap();
+    until("the request is there", SOON, || counts(&server) == (1, 0));
+
+    let refused = server.bad("POST", "/v1/disks/a/disconnect", "{}", 409);
+    let what = refused["detail"].as_str().unwrap();
+    assert!(what.contains("is drained") && what.contains("`ctl resume a` first"), "{refused}");
+    for (call, body) in [
+        ("commit", Value::Null),
+        ("stream", Value::Null),
+        ("snapshot", json!({ "overlay": server.folder.join("top.qcow2") })),
+        ("backup", json!({ "target": server.folder.join("copy.qcow2") })),
+    ] {
+        let job = server.ended(&server.good("POST", &format!("/v1/disks/a/{call}"), body));
+        assert!(job["error"].as_str().unwrap().contains("the disk is drained: resume"), "{job}");
+    }
+    let api = server.socket();
+    let shown = blockyard(["ctl", "--api", api.to_str().unwrap(), "show", "a"]).good();
+    assert!(shown.contains(" s left; `blockyard ctl resume a` ends it"), "{shown}");
+
+    server.good("POST", "/v1/disks/a/resume", Value::Null);
+    until("the write ends", SOON, || queue.reap().unwrap() == Some((0, status::OK)));
+    assert_eq!(left(), Value::Null);
+    let gone = server.good("POST", "/v1/disks/a/disconnect", json!({}));
+    assert_eq!(gone["clients"].as_array().unwrap().len(), 1, "{gone}");
+}
+
+#[test]
+fn a_drain_holds_the_reads_of_a_read_only_disk() {
+    let server = Server::start();
+    let (image, socket) = (server.folder.image("disk.img", 1 << 20), server.folder.join("s"));
+    let keys = json!({ "name": "a", "image": image, "vhost-user": socket, "read-only": true });
+    server.good("POST", "/v1/disks", keys);
+    let mut session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    let queue = &mut session.queues[0];
+    server.good("POST", "/v1/disks/a/drain", json!({}));
+    assert_eq!(disk_state(&server), true);
+    queue.submit(0, request::IN, 0, Data::FromDevice(4096));
+    queue.publish().unwrap();
+    until("the request is there", SOON, || counts(&server) == (1, 0));
+    server.good("POST", "/v1/disks/a/resume", Value::Null);
+    until("the read ends", SOON, || queue.reap().unwrap() == Some((0, status::OK)));
+}
+
+#[test]
+fn a_disk_without_a_guest_shows_that_its_image_is_closed() {
+    let server = Server::start();
+    let (image, socket) = (server.folder.image("disk.img", 1 << 20), server.folder.join("s"));
+    let keys = json!({ "name": "a", "image": image, "vhost-user": socket, "activation": "rings" });
+    server.good("POST", "/v1/disks", keys);
+    let is_inactive = || server.good("GET", "/v1/disks/a", Value::Null)["inactive"] == true;
+    assert!(is_inactive());
+    let api = server.socket();
+    let shown = blockyard(["ctl", "--api", api.to_str().unwrap(), "show", "a"]).good();
+    let has = |row: [&str; 2]| {
+        let mut rows = shown.lines().map(|line| line.split_whitespace().collect::<Vec<_>>());
+        rows.any(|cells| cells == row)
+    };
+    assert!(has(["state", "no-guest"]) && has(["activation", "rings"]), "{shown}");
+    let session = Session::<SplitRing>::start(&socket, &Plan::default()).unwrap();
+    until("the image is open", SOON, || !is_inactive());
+    drop(session);
+    until("the image is closed", SOON, is_inactive);
 }
 
 /// Starts nbdsh, which connects, prints "connected", and ends when its connection ends.

@@ -5,6 +5,8 @@
 //!   wrong     bodies, parameters and paths with mistakes
 //!   hostile   clients that send or read nothing, or too much
 //!   command   `blockyard ctl`
+//!   backup    `backup`
+//!   fork      `fork`
 //!   holds     `drain` and `disconnect`
 //!   hung      disks on storage that hangs
 //!   dead      disks on a file system that does not answer
@@ -14,17 +16,21 @@
 //!   sandbox   disks outside of the folders of the server
 //!   metrics   metrics and figures under load
 //!   exposition  a strict reader of the metrics' text
+//!   blocks    blocks that a guest writes and reads
 //! ```
 
 #[path = "../common/mod.rs"]
 mod common;
 mod server;
 
+mod backup;
+mod blocks;
 mod calls;
 mod command;
 mod dead;
 mod events;
 mod exposition;
+mod fork;
 mod holds;
 mod hostile;
 mod hung;

@@ -33,7 +33,7 @@ fn restarted(server: Server) -> Server {
 }
 
 /// Starts a server with the configuration of one that has ended.
-fn again(folder: Folder) -> Server {
+pub fn again(folder: Folder) -> Server {
     let mut command = Command::new(BLOCKYARD);
     command.arg("serve").arg("--config").arg(folder.join("toml")).arg("--api");
     command.arg(folder.join("api"));
@@ -254,14 +254,26 @@ fn a_change_is_not_kept_beside_a_snapshot_that_is_not() {
     assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
     assert!(failed.err.contains(&format!("overlay {top}")), "{}", failed.err);
     assert_eq!(weight(&server, "web"), 100);
-    let kept = || std::fs::read_dir(server.folder.join("conf.d")).unwrap().count();
-    assert_eq!(kept(), 0);
+    let kept = |server: &Server| std::fs::read_dir(server.folder.join("conf.d")).unwrap().count();
+    assert_eq!(kept(&server), 0);
     server.configure(&disk(&top));
     ctl(&server, &["set", "--persist", "web", "weight=300"]).good();
-    assert_eq!((weight(&server, "web"), kept()), (300.into(), 1));
+    assert_eq!((weight(&server, "web"), kept(&server)), (300.into(), 1));
     let server = restarted(server);
     let shown = server.good("GET", "/v1/disks/web", serde_json::Value::Null);
-    assert_eq!((&shown["image"], &shown["settings"]["weight"]), (&top.into(), &300.into()));
+    assert_eq!(
+        (&shown["image"], &shown["settings"]["weight"]),
+        (&top.as_str().into(), &300.into())
+    );
+    // The file with the image is gone.
+    server.configure(&disk(&base));
+    std::fs::remove_file(server.folder.join("conf.d/90-ctl-web.toml")).unwrap();
+    let failed = ctl(&server, &["set", "--persist", "web", "weight=400"]);
+    assert_eq!(failed.status.code(), Some(1), "{}", failed.err);
+    for part in ["the files have image", &base, &format!("the disk has {top}")] {
+        assert!(failed.err.contains(part), "{part:?} is not in it: {}", failed.err);
+    }
+    assert_eq!((weight(&server, "web"), kept(&server)), (300.into(), 0));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::process::Command;
 
 use serde_json::{Value, json};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, until};
 
 pub struct Server {
     pub daemon: Daemon,
@@ -107,6 +107,17 @@ impl Server {
         let is_text = |key: &str| answer[key].as_str().is_some_and(|text| !text.is_empty());
         assert!(is_text("type") && is_text("title") && is_text("detail"), "{answer}");
         answer
+    }
+
+    /// Waits for the end of a job. Returns it as it is then.
+    #[track_caller]
+    pub fn ended(&self, job: &Value) -> Value {
+        let (path, mut now) = (format!("/v1/jobs/{}", job["number"]), Value::Null);
+        until("the job ends", SOON, || {
+            now = self.good("GET", &path, Value::Null);
+            now["state"] != "running"
+        });
+        now
     }
 
     /// Returns the keys of a disk in memory, with a vhost-user socket named after it.

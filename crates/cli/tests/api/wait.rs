@@ -87,10 +87,10 @@ fn pass(mut client: UnixStream, mut server: UnixStream, seen: &Mutex<Seen>) {
 ///
 /// A stopped server (SIGSTOP) would not do: a continuation of all processes would end the stop.
 #[derive(Clone, Default)]
-struct Gate(Arc<(Mutex<bool>, Condvar)>);
+pub struct Gate(Arc<(Mutex<bool>, Condvar)>);
 
 impl Gate {
-    fn set(&self, is_closed: bool) {
+    pub fn set(&self, is_closed: bool) {
         *self.0.0.lock().unwrap() = is_closed;
         self.0.1.notify_all();
     }
@@ -126,15 +126,15 @@ impl Gate {
 }
 
 /// An API server with an overlay of an image on an NBD server.
-struct SlowBase {
-    server: Server,
-    /// A stream of the disk waits while the way to the NBD server is closed.
-    way: Gate,
+pub struct SlowBase {
+    pub server: Server,
+    /// A job of the disk waits while the way to the NBD server is closed.
+    pub way: Gate,
     _behind: Daemon,
     _far: Folder,
 }
 
-fn with_slow_base() -> SlowBase {
+pub fn with_slow_base() -> SlowBase {
     let far = Folder::new();
     let (base, nbd, gate) = (far.join("base.raw"), far.join("nbd"), far.join("gate"));
     std::fs::write(&base, vec![7; 1 << 20]).unwrap();

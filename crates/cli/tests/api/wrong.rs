@@ -63,6 +63,10 @@ fn mistakes_have_a_status_and_name_the_field() {
         ),
         ("POST", "/v1/disks/a/snapshot", r#"{"to": "x"}"#, 422, "to", "unknown field"),
         ("POST", "/v1/disks/a/resize", r#"{"size": -1}"#, 422, "size", "not negative"),
+        ("POST", "/v1/disks/a/backup", "{}", 422, "", "target"),
+        ("POST", "/v1/disks/a/backup", r#"{"target": 5}"#, 422, "target", "must be a text"),
+        ("POST", "/v1/disks/a/fork", "{}", 422, "", "overlay"),
+        ("POST", "/v1/disks/a/fork", r#"{"overlay": "/x.qcow2"}"#, 422, "", "disk"),
         (
             "POST",
             "/v1/disks/a/resize",
@@ -116,6 +120,7 @@ fn parameters_that_a_call_does_not_have_are_refused() {
         &[
             ("POST", "/v1/disks/a/snapshot?persist=true", "{}", 400, "", "it has none: other"),
             ("POST", "/v1/disks/b/commit?persist=true", "", 400, "", "no such parameter"),
+            ("POST", "/v1/disks/a/fork?persist=true", "{}", 400, "", "it has none: other"),
             ("POST", "/v1/disks/a/flush?x", "", 400, "", "query parameter \"x\""),
             ("GET", "/v1/disks/a?a%0Ab=1", "", 400, "", "query parameter \"a\\nb\""),
             ("GET", "/v1/figures?name=a", "", 400, "", "no such parameter"),

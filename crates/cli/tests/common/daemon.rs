@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{BLOCKYARD, SOON, TOOL, until, wait};
+use super::{BLOCKYARD, SOON, TOOL, pause, until, wait};
 
 /// A running daemon. Dropping it kills the process.
 pub struct Daemon {
@@ -87,7 +87,7 @@ impl Daemon {
     }
 
     fn ready(&self) -> bool {
-        self.out.text().lines().any(|line| line == "ready")
+        self.out.with(|out| out.lines().any(|line| line == "ready"))
     }
 
     /// Waits until all output of a daemon that ended is collected.
@@ -115,13 +115,14 @@ impl Daemon {
     /// Waits until the log has `text`.
     #[track_caller]
     pub fn wait_log(&self, text: &str) {
-        until(&format!("the log says {text:?}"), SOON, || self.log.text().contains(text));
+        until(&format!("the log says {text:?}"), SOON, || self.log.with(|log| log.contains(text)));
     }
 
     /// Waits until the log has `text` after its first `from` bytes. Returns the log from there.
     #[track_caller]
     pub fn wait_log_after(&self, from: usize, text: &str) -> String {
-        until(&format!("the log says {text:?}"), SOON, || self.log.text()[from..].contains(text));
+        let says = || self.log.with(|log| log[from..].contains(text));
+        until(&format!("the log says {text:?}"), SOON, says);
         self.log()[from..].to_string()
     }
 
@@ -207,7 +208,8 @@ impl Daemon {
         self.first_served(kind, disk, |_| true)
     }
 
-    /// Returns the first number of completed requests that is wanted.
+    /// Returns the first number of completed requests that is wanted. Asks again if the daemon has
+    /// not answered, or with another number.
     #[track_caller]
     fn first_served(&self, kind: &str, disk: &str, is_wanted: impl Fn(u64) -> bool) -> u64 {
         let (kind, disk) = (format!(" {kind}: queue time"), format!("disk=\"{disk}"));
@@ -216,14 +218,20 @@ impl Daemon {
             let served = rest.split(' ').next()?.parse::<u64>().ok()?;
             (line.contains(&kind) && line.contains(&disk) && is_wanted(served)).then_some(served)
         };
-        let (from, mut found) = (self.log().len(), None);
-        until(&format!("enough of{kind} {disk}"), TOOL, || {
+        let (from, start) = (self.log.with(str::len), Instant::now());
+        loop {
+            let waited = start.elapsed();
+            assert!(waited < TOOL, "not within {TOOL:?}: enough of{kind} {disk}");
             self.signal(Signal::USR1);
-            std::thread::sleep(Duration::from_millis(20));
-            found = self.log()[from..].lines().find_map(served);
-            found.is_some()
-        });
-        found.unwrap()
+            let (asked, patience) = (Instant::now(), 4 * pause(waited));
+            while asked.elapsed() < patience {
+                std::thread::sleep(pause(asked.elapsed()));
+                let found = self.log.with(|log| log[from..].lines().find_map(served));
+                if let Some(found) = found {
+                    return found;
+                }
+            }
+        }
     }
 
     /// Returns the targets of the daemon's open descriptors in /proc, sorted.
@@ -375,7 +383,12 @@ impl Gathered {
     }
 
     fn text(&self) -> String {
-        self.text.lock().unwrap().lines.clone()
+        self.with(str::to_string)
+    }
+
+    /// Calls `look` with the whole lines so far.
+    fn with<T>(&self, look: impl FnOnce(&str) -> T) -> T {
+        look(&self.text.lock().unwrap().lines)
     }
 
     /// Returns whether the text has all that was written until now. Another process may keep the

@@ -19,6 +19,7 @@
 pub mod daemon;
 pub mod guest;
 pub mod journals;
+pub mod pages;
 pub mod qmp;
 pub mod server;
 
@@ -224,9 +225,16 @@ pub fn guests() -> PathBuf {
 pub fn until(what: &str, limit: Duration, mut done: impl FnMut() -> bool) {
     let start = Instant::now();
     while !done() {
-        assert!(start.elapsed() < limit, "not within {limit:?}: {what}");
-        std::thread::sleep(Duration::from_millis(5));
+        let waited = start.elapsed();
+        assert!(waited < limit, "not within {limit:?}: {what}");
+        std::thread::sleep(pause(waited));
     }
+}
+
+/// Returns the time until the next check of a condition that a test has awaited for `waited`. The
+/// first checks come fast, because the loads of many tests take both processors meanwhile.
+pub fn pause(waited: Duration) -> Duration {
+    (waited / 8).clamp(Duration::from_micros(500), Duration::from_millis(5))
 }
 
 /// Waits until a connection or data can be taken from a descriptor. Panics with `what` if that
@@ -256,10 +264,11 @@ fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
         if let Some(status) = child.try_wait().unwrap() {
             return Some(status);
         }
-        if start.elapsed() > limit {
+        let waited = start.elapsed();
+        if waited > limit {
             return None;
         }
-        std::thread::sleep(Duration::from_millis(5));
+        std::thread::sleep(pause(waited));
     }
 }
 

@@ -11,7 +11,7 @@ use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{request, status};
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, allocated, run, tool};
-use crate::guest::{Guest, bytes_of, pattern};
+use crate::guest::{Guest, base_bytes, bytes_of, pattern, write_base};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 32 * MIB;
@@ -31,7 +31,7 @@ struct Stack {
 impl Stack {
     fn new(overlays: &[&str]) -> Self {
         let folder = Folder::new();
-        std::fs::write(folder.join("base.img"), pattern(77, SIZE as usize)).unwrap();
+        write_base(&folder.join("base.img"), SIZE as usize);
         let (mut below, mut format) = (String::from("base.img"), "raw");
         let mut paths = Vec::new();
         for (number, options) in overlays.iter().enumerate() {
@@ -68,9 +68,8 @@ impl Stack {
 
     #[track_caller]
     fn base_is_unchanged(&self) {
-        assert!(
-            bytes_of(&self.folder.join("base.img"), 0, SIZE as usize) == pattern(77, SIZE as usize)
-        );
+        let base = bytes_of(&self.folder.join("base.img"), 0, SIZE as usize);
+        assert!(base == base_bytes(SIZE as usize));
     }
 
     /// Checks that the image has no errors. `leaks`: leaks are allowed, because a daemon was
@@ -146,7 +145,7 @@ fn overlays_hold_their_data_in_all_cache_modes() {
         assert_eq!(guest.read(at + 3, 4608).unwrap(), pattern(number as u64, 4608), "{mode}");
         assert_eq!(
             guest.read(at + 12, 512).unwrap(),
-            pattern(77, SIZE as usize)[(SIZE / 2) as usize + 6144..][..512]
+            base_bytes(SIZE as usize)[(SIZE / 2) as usize + 6144..][..512]
         );
         daemon.stop();
     }
@@ -204,7 +203,7 @@ fn copy_on_read_writes_data_into_the_image() {
     let stack = Stack::new(&["cluster_size=64k"]);
     let daemon = stack.serve(&["--copy-on-read"]);
     let mut guest = Guest::connect(&stack.socket);
-    let base = pattern(77, SIZE as usize);
+    let base = base_bytes(SIZE as usize);
     for at in [0, 5, 100] {
         assert_eq!(guest.read(at * 128, 64 << 10).unwrap(), base[at as usize * 65536..][..65536]);
     }
@@ -330,9 +329,7 @@ fn an_image_that_cannot_be_opened_is_refused_with_one_line() {
     let (folder, top, middle) = (&stack.folder, stack.top(), &stack.overlays[0]);
     let base = folder.join("base.img");
     refused(&base, &["--format", "qcow2"], &["base.img: qcow2 header at offset 0", "magic"]);
-    for option in
-        [&["--prime"][..], &["--copy-on-read"], &["--l2-cache", "1M"], &["--backing-folder", "/"]]
-    {
+    for option in [&["--prime"][..], &["--copy-on-read"], &["--l2-cache", "1M"]] {
         refused(&base, option, &["base.img", option[0], "is raw"]);
     }
     refused(top, &["--copy-on-read", "--read-only"], &["--copy-on-read writes"]);

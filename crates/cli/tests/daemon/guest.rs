@@ -1,6 +1,7 @@
 //! A guest with one queue: requests one at a time, and helpers for custom ones.
 
 use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, feature, request, status};
@@ -129,6 +130,21 @@ pub fn pattern(seed: u64, len: usize) -> Vec<u8> {
     let mut bytes = words.into_flattened();
     bytes.truncate(len);
     bytes
+}
+
+/// Largest base image of [`base_bytes`] in bytes.
+const LARGEST_BASE: usize = 32 << 20;
+
+/// Returns `pattern(77, len)`, which base images have. A process computes it once.
+pub fn base_bytes(len: usize) -> &'static [u8] {
+    static BYTES: OnceLock<Vec<u8>> = OnceLock::new();
+    &BYTES.get_or_init(|| pattern(77, LARGEST_BASE))[..len]
+}
+
+/// Creates a base image with [`base_bytes`].
+#[track_caller]
+pub fn write_base(path: &Path, len: usize) {
+    std::fs::write(path, base_bytes(len)).unwrap();
 }
 
 /// Returns `len` bytes of a file from `offset`.

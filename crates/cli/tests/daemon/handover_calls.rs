@@ -168,7 +168,7 @@ fn a_server_without_journals_takes_back_what_a_new_one_with_journals_has_served(
     assert_eq!(guest.write(0, &[1; 4096]), status::OK);
     let proxy = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/between.py");
     let body = format!(
-        "echo $$ >{pid:?}\nexec python3 {proxy} took wait:{} {BLOCKYARD} \"$@\" --state-folder {:?}",
+        "echo $$ >{pid:?}\nexec python3 -IS {proxy} took wait:{} {BLOCKYARD} \"$@\" --state-folder {:?}",
         fifo.display(),
         state.path()
     );

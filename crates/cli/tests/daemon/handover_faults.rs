@@ -4,14 +4,14 @@
 use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 
 use blockyard_driver::status;
 use rustix::fs::{CWD, FileType, MemfdFlags, Mode, SealFlags};
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, guests, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, tool_command, until};
 use crate::guest::Guest;
 use crate::handover::{Case, ctl, end_server, is_running, script};
 
@@ -225,7 +225,7 @@ fn a_disk_waits_for_a_process_that_has_locked_its_image() {
     rustix::fs::mknodat(CWD, &end, FileType::Fifo, mode, 0).unwrap();
     let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
     let body = format!(
-        "python3 {half} disk.qcow2 given\ntouch {}\nread < {}\nexit 1",
+        "python3 -IS {half} disk.qcow2 given\ntouch {}\nread < {}\nexit 1",
         given.display(),
         end.display()
     );
@@ -234,8 +234,7 @@ fn a_disk_waits_for_a_process_that_has_locked_its_image() {
         let upgrade =
             scope.spawn(|| ctl(&case, &["upgrade", "--binary", program.to_str().unwrap()]));
         until("the new server has the disk", SOON, || given.exists());
-        let mut reader = Command::new(guests().join("tool"));
-        reader.arg("qemu-io");
+        let mut reader = tool_command("qemu-io");
         reader.arg("-r").arg(&case.top).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut reader = reader.spawn().unwrap();
         let mut commands = reader.stdin.take().unwrap();

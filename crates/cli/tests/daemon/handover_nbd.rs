@@ -11,8 +11,8 @@ use blockyard_nbd::wire::{self, Headers, Request, cmd, handshake, opt};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::io::ioctl_fionread;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, guests, until};
-use crate::guest::{Guest, pattern};
+use crate::common::{BLOCKYARD, Daemon, SOON, tool_command, until};
+use crate::guest::{Guest, base_bytes, pattern};
 use crate::handover::{Case, ctl, failing, has_no_more_descriptors, script, serves};
 use crate::handover_unopened::Storage;
 use crate::tls::TlsFixture;
@@ -134,7 +134,7 @@ fn a_new_client_waits_until_a_disk_that_comes_back_is_served() {
     let mut daemon = Daemon::start(case.configured(&config).args(["--sandbox", "off"]));
     daemon.wait_ready();
     let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
-    let body = format!("python3 {half} far given\ntouch {given:?}\nread < {end:?}\nexit 1");
+    let body = format!("python3 -IS {half} far given\ntouch {given:?}\nread < {end:?}\nexit 1");
     mknodat(CWD, &end, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
     let program = script(&case, "half", &body);
     let server = std::thread::scope(|scope| {
@@ -264,7 +264,7 @@ fn replies_that_a_client_has_not_read_are_handed_over() {
     daemon.until_served("read", "");
     daemon = nbd.replace(daemon);
     daemon = nbd.replace(daemon);
-    let expected = pattern(77, 32 * MIB);
+    let expected = base_bytes(32 * MIB);
     let mut seen = std::collections::BTreeSet::new();
     for _ in 0..READS {
         let (n, data) = slow.data(MIB);
@@ -366,8 +366,8 @@ for line in sys.stdin:
 fn what_a_client_has_negotiated_goes_on() {
     let nbd = NbdCase::new();
     let mut daemon = nbd.serve();
-    let mut client = Command::new(guests().join("tool"))
-        .args(["nbdsh", "-c", SCRIPT])
+    let mut client = tool_command("nbdsh")
+        .args(["-c", SCRIPT])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
@@ -404,8 +404,8 @@ fn a_client_with_tls_is_disconnected_after_its_last_reply() {
          print('ready', flush=True)\nsys.stdin.readline()\n\
          try:\n    h.pread(512, 0)\nexcept nbd.Error:\n    print('closed', flush=True)\n"
     );
-    let mut client = Command::new(guests().join("tool"))
-        .args(["nbdsh", "-c", &script])
+    let mut client = tool_command("nbdsh")
+        .args(["-c", &script])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

@@ -155,7 +155,7 @@ fn a_failed_upgrade_leaves_a_disk_whose_storage_hangs_to_the_old_server() {
     let (daemon, mut guest) = serve(&case);
     let [given, end] = ["given", "end"].map(|name| case.folder.join(name));
     let half = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/half_server.py");
-    let body = format!("python3 {half} good took\ntouch {given:?}\nread < {end:?}\nexit 1");
+    let body = format!("python3 -IS {half} good took\ntouch {given:?}\nread < {end:?}\nexit 1");
     let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
     rustix::fs::mknodat(rustix::fs::CWD, &end, rustix::fs::FileType::Fifo, mode, 0).unwrap();
     let program = script(&case, "half", &body);

@@ -39,6 +39,7 @@ pub fn keep_command(case: &Case, keeper: Keeper, command: &mut Command) -> Daemo
     command.arg("--keep-sessions");
     let mut service = Command::new("python3");
     if keeper == Keeper::Systemd {
+        service.arg("-IS");
         service.arg(concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/service_manager.py"));
         service.arg(case.folder.join("notify")).arg(command.get_program());
         service.args(command.get_args());

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use blockyard_driver::status;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, complaints, guests, run};
+use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, complaints, run, tool_command};
 use crate::guest::{Guest, pattern};
 
 /// Returns a command for the program without root's CAP_DAC_OVERRIDE.
@@ -139,8 +139,8 @@ fn a_kernel_without_io_uring_is_refused() {
         ("EPERM", ["io_uring is forbidden here", "kernel.io_uring_disabled"]),
         ("ENOMEM", ["no memory for io_uring", "ulimit -l"]),
     ] {
-        let mut strace = Command::new(guests().join("tool"));
-        strace.args(["strace", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_setup", "-e"]);
+        let mut strace = tool_command("strace");
+        strace.args(["-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_setup", "-e"]);
         strace
             .arg(format!("inject=io_uring_setup:error={error}"))
             .args([BLOCKYARD, "serve", "null:1M"]);

@@ -18,9 +18,10 @@ use blockyard_storage::sim::Rng;
 use vhost::vhost_user::message::FrontendReq;
 
 use crate::common::{
-    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, guests, tool,
+    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, tool, tool_command,
 };
-use crate::guest::{Guest, pattern};
+use crate::guest::{Guest, base_bytes, pattern, write_base};
+use crate::handover::MORE;
 use crate::killed::{Over, kills};
 
 const SIZE: usize = 24 << 20;
@@ -38,7 +39,7 @@ struct Host {
 impl Host {
     fn new(format: &str) -> Self {
         let folder = Folder::new();
-        std::fs::write(folder.join("base"), pattern(77, SIZE)).unwrap();
+        write_base(&folder.join("base"), SIZE);
         for name in ["busy", "other"] {
             let image = folder.join(name).with_extension(format);
             let make = ["image", "create", "-q", "-f", format, "-F", "raw", "-b", "base"];
@@ -107,7 +108,7 @@ impl Host {
 
     fn serves(&self) {
         let daemon = self.daemon.as_ref().unwrap();
-        daemon.until_served_more_than(daemon.served("write", "busy"), "write", "busy");
+        daemon.until_served_more_than(daemon.served("write", "busy") + MORE, "write", "busy");
     }
 
     fn ctl(&self, arguments: &[&str]) -> Command {
@@ -178,7 +179,7 @@ impl Host {
         let names = images.each_ref().map(|image| image.file_name().unwrap().to_str().unwrap());
         assert_eq!(left, ["base", names[0], "conf.d", names[1], "toml"]);
         images.iter().for_each(|image| is_clean(image));
-        assert!(std::fs::read(self.folder.join("base")).unwrap() == pattern(77, SIZE));
+        assert!(std::fs::read(self.folder.join("base")).unwrap() == base_bytes(SIZE));
     }
 }
 
@@ -270,8 +271,8 @@ fn a_kill_while_disks_are_added_removed_and_reloaded_leaves_nothing_in_the_way()
 /// counts them. Returns how it ended, or None if it became ready before. The killed server before
 /// may still have its locks.
 fn killed_at(host: &Host, call: u64) -> Option<ExitStatus> {
-    let mut strace = Command::new(guests().join("tool"));
-    strace.args(["strace", "-D", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_enter"]);
+    let mut strace = tool_command("strace");
+    strace.args(["-D", "-qq", "-f", "-o", "/dev/null", "-e", "trace=io_uring_enter"]);
     strace.arg("-e").arg(format!("inject=io_uring_enter:signal=KILL:when={call}"));
     let serve = host.command(BLOCKYARD);
     let mut daemon = Daemon::start(strace.arg(BLOCKYARD).args(serve.get_args()));

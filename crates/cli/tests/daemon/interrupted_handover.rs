@@ -2,6 +2,8 @@
 //! verified load. `between.py` stands between them. `BLOCKYARD_KILLS=N` sets the number of kills of
 //! each test.
 
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 
 use blockyard_bench::client::LoadOptions;
@@ -19,15 +21,19 @@ const VICTIMS: [&str; 3] = ["old", "new", "both"];
 /// Returns a program that hands over to the real one, and kills at a message.
 pub fn between(case: &Case, message: &str, victim: &str) -> PathBuf {
     let proxy = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/daemon/between.py");
-    let body = format!("exec python3 {proxy} {message} {victim} {BLOCKYARD} \"$@\"");
+    let body = format!("exec python3 -IS {proxy} {message} {victim} {BLOCKYARD} \"$@\"");
     script(case, &format!("{message}-{}", victim.replace('/', "-")), &body)
 }
 
 /// Returns the process of the server that answers the API.
 pub fn server(case: &Case) -> Option<i32> {
-    let status = ctl(case, &["status", "--json"]);
-    let status: Option<Value> = serde_json::from_str(&status.out).ok();
-    status.and_then(|status| Some(status["pid"].as_i64()? as i32))
+    let mut stream = UnixStream::connect(&case.api).ok()?;
+    stream.set_read_timeout(Some(SOON)).ok()?;
+    stream.write_all(b"GET /v1 HTTP/1.0\r\n\r\n").ok()?;
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).ok()?;
+    let server: Value = serde_json::from_str(answer.split_once("\r\n\r\n")?.1).ok()?;
+    Some(server["pid"].as_i64()? as i32)
 }
 
 /// Waits until requests of the load are answered.

@@ -12,7 +12,7 @@ use blockyard_driver::status;
 use crate::common::{
     BLOCKYARD, Daemon, Finished, Folder, SOON, StateFolder, TOOL, blockyard, run, tool, until,
 };
-use crate::guest::{Guest, pattern};
+use crate::guest::{Guest, base_bytes, pattern, write_base};
 
 const MIB: usize = 1 << 20;
 const SIZE: usize = 32 * MIB;
@@ -54,7 +54,7 @@ impl Case {
     fn new(name: &str, make: &[&str]) -> Self {
         let folder = Folder::new();
         let (base, top, socket) = (folder.join("base.img"), folder.join(name), folder.join("s"));
-        std::fs::write(&base, pattern(77, SIZE)).unwrap();
+        write_base(&base, SIZE);
         let mut create = vec!["image", "create", "-q"];
         create.extend(make);
         create.extend(["-F", "raw", "-b", "base.img", top.to_str().unwrap()]);
@@ -148,7 +148,7 @@ fn nothing_answered_is_lost(case: &Case) {
         is_clean(&case.top);
     }
     let base = std::fs::read(case.folder.join("base.img")).unwrap();
-    assert!(base == pattern(77, SIZE), "the base was changed");
+    assert!(base == base_bytes(SIZE), "the base was changed");
 }
 
 #[test]

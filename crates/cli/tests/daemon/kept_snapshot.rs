@@ -8,7 +8,7 @@ use blockyard_driver::status;
 use rustix::process::{Pid, kill_process};
 
 use crate::common::{
-    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, guests, tool, until,
+    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, tool, tool_command, until,
 };
 use crate::guest::{Guest, pattern};
 
@@ -54,8 +54,8 @@ impl Host {
     /// Takes a snapshot while strace waits to kill the server at the `n`-th such call of a thread.
     /// Returns whether the snapshot was taken.
     fn snapshot_killed_at(&self, daemon: &Daemon, call: &str, n: usize) -> bool {
-        let mut strace = Command::new(guests().join("tool"));
-        strace.args(["strace", "-f", "-o", "/dev/null", "-p", &daemon.pid().to_string()]);
+        let mut strace = tool_command("strace");
+        strace.args(["-f", "-o", "/dev/null", "-p", &daemon.pid().to_string()]);
         strace.args(["-e", &format!("trace={call}")]);
         strace.args(["-e", &format!("inject={call}:signal=KILL:when={n}")]);
         let mut strace = strace.stderr(Stdio::piped()).spawn().unwrap();

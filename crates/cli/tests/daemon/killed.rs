@@ -15,7 +15,7 @@ use blockyard_storage::sim::Rng;
 use serde_json::Value;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, SOON, StateFolder, blockyard, tool};
-use crate::guest::pattern;
+use crate::guest::{base_bytes, write_base};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 24 * MIB;
@@ -37,7 +37,7 @@ struct Server {
 impl Server {
     fn of_overlay() -> Self {
         let folder = Folder::new();
-        std::fs::write(folder.join("base.img"), pattern(77, SIZE as usize)).unwrap();
+        write_base(&folder.join("base.img"), SIZE as usize);
         let image = folder.join("0.qcow2");
         let top = image.to_str().unwrap();
         blockyard(["image", "create", "-q", "-F", "raw", "-b", "base.img", top]).good();
@@ -47,7 +47,7 @@ impl Server {
     fn of_raw() -> Self {
         let folder = Folder::new();
         let image = folder.join("base.img");
-        std::fs::write(&image, pattern(77, SIZE as usize)).unwrap();
+        write_base(&image, SIZE as usize);
         Server::of(folder, image)
     }
 
@@ -212,7 +212,7 @@ fn killed_during(kind: &str) {
     assert_eq!(server.state.journals(), 0, "a journal is left after a clean end");
     server.images.iter().for_each(|image| is_clean(image));
     let base = std::fs::read(server.folder.join("base.img")).unwrap();
-    assert!(kind == "commit" || base == pattern(77, SIZE as usize), "the base was changed");
+    assert!(kind == "commit" || base == base_bytes(SIZE as usize), "the base was changed");
 }
 
 #[test]

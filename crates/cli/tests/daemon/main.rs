@@ -19,14 +19,19 @@
 //!   full         a host without space, and disks that wait for it
 //!   journal      a killed server loses no answered write of an image with metadata
 //!   killed       kills during resize, snapshot, commit and stream
+//!   abandoned    overlays that a start gives up; overlays of raw images in other folders
 //!   kept_snapshot  kills at each step of a snapshot that the configuration keeps
 //!   interrupted  kills while disks come and go, during a replay, in the middle of a message
 //!   interrupted_handover kills at each message of a hand-over
+//!   left_journals  a server that has no journals replays one, or looks at an image of its own
 //!   load         queues on reactors, filters, statistics
 //!   remote       images on an NBD server that dies and comes back
 //!   second       a front end that connects while another one is connected
+//!   moved        images whose paths lead to another file while they are open
 //!   bench        `blockyard bench` executes another program
 //!   signals      front ends that make signals slow
+//!   early_signals        SIGHUP and SIGTERM before a server is ready
+//!   own_sockets  the sockets of API and hand-overs, and the answers of upgrades
 //!   shares       limits, groups, and their change at run time
 //!   messages     kills at each message of a front end, between handling and answer
 //!   holder       a killed server starts again, and front ends go on
@@ -46,10 +51,12 @@ mod common;
 mod disks;
 mod guest;
 
+mod abandoned;
 mod activation;
 mod bench;
 mod cache;
 mod chains;
+mod early_signals;
 mod ending;
 mod exchange;
 mod full;
@@ -67,11 +74,14 @@ mod interrupted_handover;
 mod journal;
 mod kept_snapshot;
 mod killed;
+mod left_journals;
 mod load;
 mod locks;
 mod many;
 mod messages;
 mod mistakes;
+mod moved;
+mod own_sockets;
 mod pin;
 mod probes;
 mod program;

@@ -4,7 +4,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
-use std::process::{Command, Stdio};
+use std::process::Stdio;
 use std::time::{Duration, Instant};
 
 use blockyard_driver::connection::PROTOCOL_WITHOUT_INFLIGHT;
@@ -15,7 +15,7 @@ use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::FrontendReq;
 
-use crate::common::{Daemon, SOON, TOOL, guests, until};
+use crate::common::{Daemon, SOON, TOOL, tool_command, until};
 use crate::guest::pattern;
 use crate::handover::Case;
 use crate::holder::{Keeper, end, keep};
@@ -50,8 +50,8 @@ fn is_killed_at(holder: &Daemon, moment: Moment, n: usize, work: impl FnOnce()) 
         kept
     };
     let server = running();
-    let mut strace = Command::new(guests().join("tool"));
-    strace.args(["strace", "-f", "-o", "/dev/null", "-p", &server.unwrap().to_string()]);
+    let mut strace = tool_command("strace");
+    strace.args(["-f", "-o", "/dev/null", "-p", &server.unwrap().to_string()]);
     strace.args(["-e", &format!("trace={call}")]);
     strace.args(["-e", &format!("inject={call}:signal=KILL:when={n}")]);
     let mut strace = strace.stderr(Stdio::piped()).spawn().unwrap();

@@ -58,7 +58,7 @@ fn memory_is_pinned_while_its_front_end_is_connected() {
             };
             let report = std::thread::scope(|scope| {
                 let client = scope.spawn(|| measure(&load).unwrap());
-                daemon.until_served_more_than(round * 10_000, "write", "");
+                daemon.until_served_more_than(round * 2000, "write", "");
                 // Each reactor pins at least the data of all requests.
                 until("each reactor has pinned the memory", SOON, || {
                     pinned(&daemon) >= 4 * 16 * 4 * reactors

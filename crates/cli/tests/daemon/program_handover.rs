@@ -23,7 +23,7 @@ fn copied() -> Case {
     let cowd = concat!(env!("CARGO_MANIFEST_DIR"), "/../../contrib/exec/cowd.py");
     let names = "export BASE=base.img STORE=store TABLE=table";
     let folder = case.folder.display();
-    let body = format!("cd {folder}\n{names}\necho $$ >pid\nexec python3 {cowd}");
+    let body = format!("cd {folder}\n{names}\necho $$ >pid\nexec python3 -IS {cowd}");
     let program = script(&case, "cowd", &body);
     Case { top: format!("exec:{}", program.display()).into(), ..case }
 }
@@ -302,7 +302,7 @@ fn half_a_line_is_handed_over() {
     let lines = case.folder.join("lines.py");
     std::fs::write(&lines, HALF_A_LINE).unwrap();
     let (data, lines) = (case.folder.join("base.img"), lines.display());
-    let body = format!("exec python3 {lines} {}", data.display());
+    let body = format!("exec python3 -IS {lines} {}", data.display());
     let image = format!("exec:{}", script(&case, "lines", &body).display());
     let case = Case { top: image.into(), ..case };
     let bytes = std::fs::read(data).unwrap();

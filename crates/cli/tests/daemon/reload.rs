@@ -228,8 +228,8 @@ fn a_reload_logs_every_change() {
     file("reactors = 2\nfair-share = false\n");
     let log = yard.hangup("reloaded: ");
     for line in [
-        "not applied: reactors: 1 -> 2: restart the server",
-        "not applied: fair-share: true -> false: restart the server",
+        "not applied: reactors: 1 -> 2: restart or upgrade the server",
+        "not applied: fair-share: true -> false: restart or upgrade the server",
         "changed: queues: 2 -> 1: closing and opening it; its clients are disconnected disk=\"a\"",
         "changed without closing it: iops: 500 -> \"2k\", weight: 100 -> 300 disk=\"b\"",
         "removed from the configuration: closing it disk=\"c\"",

@@ -10,13 +10,14 @@ use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::status;
 
 use crate::common::{
-    BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, guests, listens, md5, tool, until,
-    until_readable,
+    BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, listens, md5, tool, tool_command,
+    until, until_readable,
 };
 use crate::guest::{Guest, pattern};
 
 const MIB: u64 = 1 << 20;
-const SIZE: u64 = 32 * MIB;
+/// Size of the remote disk in bytes, except under a load that reads it for long.
+const SIZE: u64 = 4 * MIB;
 
 /// qemu-nbd with one export. Dropping it kills the process.
 pub struct Peer {
@@ -26,9 +27,9 @@ pub struct Peer {
 impl Peer {
     pub fn start(image: &Path, socket: &Path, options: &[&str]) -> Self {
         let _ = std::fs::remove_file(socket);
-        let mut command = Command::new(guests().join("tool"));
+        let mut command = tool_command("qemu-nbd");
         command
-            .args(["qemu-nbd", "--persistent", "--format=raw", "--export-name=base", "--socket"])
+            .args(["--persistent", "--format=raw", "--export-name=base", "--socket"])
             .arg(socket);
         let child = command
             .args(options)
@@ -59,9 +60,13 @@ struct RemoteFixture {
 
 impl RemoteFixture {
     fn new() -> Self {
+        Self::of(SIZE)
+    }
+
+    fn of(bytes: u64) -> Self {
         let folder = Folder::new();
         let (base, nbd, socket) = (folder.join("base.raw"), folder.join("n"), folder.join("s"));
-        std::fs::write(&base, pattern(5, SIZE as usize)).unwrap();
+        std::fs::write(&base, pattern(5, bytes as usize)).unwrap();
         let uri = format!("nbd+unix:///base?socket={}", nbd.display());
         RemoteFixture { folder, base, nbd, socket, uri }
     }
@@ -84,7 +89,7 @@ impl RemoteFixture {
 #[test]
 fn an_overlay_survives_a_restart_of_its_bases_server() {
     for shared in ["--shared=4", "--shared=1"] {
-        let fixture = RemoteFixture::new();
+        let fixture = RemoteFixture::of(32 * MIB);
         let mut peer = fixture.peer(&["--read-only", shared]);
         let (top, sum) = (fixture.overlay(), md5(&fixture.base));
         let backing = [
@@ -256,7 +261,7 @@ fn a_remote_disk_writes_and_flushes_to_its_server() {
         rw: Pattern::Randrw,
         queues: 2,
         depth: 8,
-        runtime: 1.0,
+        ops: Some(2000),
         flush_every: 20,
         verify: true,
         ..LoadOptions::for_socket(fixture.socket.clone())

@@ -1,8 +1,10 @@
-//! kill -9 of the daemon under a guest's verified load.
+//! kill -9 of the daemon under a guest's verified load. The same guest, which has two processors,
+//! then unbinds and binds a driver under load.
 
 use std::time::Duration;
 
 use crate::common::{Guest, GuestKind};
+use crate::device::{Footprint, UNBIND};
 use crate::fixture::{GuestFixture, script_with_prelude};
 
 /// Number of kills of each daemon, and of kills that must find requests in flight in both.
@@ -38,18 +40,15 @@ wait $first
 "#;
 
 #[test]
-fn a_guest_survives_twenty_kills_of_each_daemon_in_qemu() {
+fn a_guest_survives_twenty_kills_of_each_daemon_and_unbinds_a_driver_under_load_in_qemu() {
     let mut fixtures =
         [(); 2].map(|()| GuestFixture::new(16 << 20, &["--queues", "2", "--filter", DELAY]));
-    let disks = [",queues=2", ",queues=2,packed=on"];
-    let disks =
-        fixtures.iter().zip(disks).flat_map(|(fixture, more)| Guest::vhost(&fixture.socket, more));
-    let mut guest = Guest::start(
-        GuestKind::Qemu,
-        disks,
-        &script_with_prelude(SCRIPT),
-        Duration::from_secs(150),
-    );
+    let mut unbound = GuestFixture::new(32 << 20, &["--queues", "2"]);
+    let disks = [",queues=2", ",queues=2,packed=on", ",queues=2"];
+    let disks = fixtures.iter().chain([&unbound]).zip(disks);
+    let disks = disks.flat_map(|(fixture, more)| Guest::vhost(&fixture.socket, more));
+    let script = script_with_prelude(&format!("{SCRIPT}{UNBIND}"));
+    let mut guest = Guest::start(GuestKind::Qemu, disks, &script, Duration::from_secs(600));
     guest.expect("started");
     let mut hits = 0;
     // On a busy machine more kills find no request in flight. The test then kills more often.
@@ -73,7 +72,14 @@ fn a_guest_survives_twenty_kills_of_each_daemon_in_qemu() {
     }
     guest.expect("rounds");
     guest.expect("rounds");
+    guest.expect("tell bound 0");
+    let before = Footprint::of(unbound.daemon());
+    fixtures[0].go_on();
+    guest.expect("tell bound 3");
+    before.check(unbound.daemon());
+    fixtures[0].go_on();
     guest.finish();
+    unbound.stop();
     for fixture in &mut fixtures {
         fixture.stop();
     }

@@ -32,7 +32,7 @@ echo "sum $sum"
 #[test]
 fn a_file_system_of_a_domu_is_the_same_on_the_host() {
     let folder = Folder::new();
-    let image = folder.image("disk.img", 32 * MIB);
+    let image = folder.image("disk.img", 16 * MIB);
     let disk = format!("blockyard={}", image.display());
     let program = stripped_program(&folder);
     // One processor: the emulator spends more on the work of two together than on the work itself.

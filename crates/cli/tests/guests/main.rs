@@ -4,10 +4,10 @@
 //!   filesystems   mkfs, fio with checksums, fstrim, fsck, the same bytes on the host     UML, QEMU
 //!   flush         a guest's sync is an fdatasync of the image; none in writethrough      UML
 //!   clients       qemu-img and the blkio crate, without a guest
-//!   crash         kill -9 under verified load, 20 times                                  QEMU
+//!   crash         kill -9 under verified load, 20 times; the guest unbinds a driver      QEMU
 //!   domu          a file system in a PV guest of an emulated Xen                         Xen
 //!   holder        kill -9 of a server that the holder starts again                       UML
-//!   device        the guest resets, unbinds and binds the device under load              QEMU
+//!   device        the guest resets itself under load, or binds its driver again          UML, QEMU
 //!   changes       the disk grows, memory is plugged in and out, under load               UML, QEMU
 //!   cow           UML's COW files, written by this program and by UML's driver           UML
 //!   live          snapshot, commit, snapshot, stream in a loop under verified load       UML, QEMU

@@ -4,6 +4,7 @@
 use std::fs::File;
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
 
 use blockyard_driver::connection::PROTOCOL;
 use blockyard_driver::request::{DISCARD, WRITE_ZEROES};
@@ -21,8 +22,12 @@ const RANGES: u64 = 64;
 /// Number of requests in flight, over all rings.
 const REQUESTS: u16 = 60;
 
+/// A part of a round that takes this long is a step too.
+const LONG_ROUND: Duration = Duration::from_secs(1);
+
 /// Fills the rings with requests of 64 ranges of 4 KiB each, again whenever the device has
-/// completed all of them.
+/// completed all of them. Each round is a step. A slow host takes minutes for a round, so there a
+/// step is [`LONG_ROUND`] in which the device completes requests.
 fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
     let mut guest = Guest::start_queues(&attack.socket(VICTIM), Layout::Split, queues);
     let mut ranges = Vec::new();
@@ -35,6 +40,7 @@ fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
     let table = guest.table(&[out(header, 16), out(ranges, RANGES as u32 * 16), into(status, 1)]);
     let requests = REQUESTS.div_ceil(queues);
     while attack.goes_on() {
+        let mut step = Instant::now();
         for ring in &mut guest.rings {
             for _ in 0..requests {
                 ring.offer(&[table]);
@@ -44,6 +50,10 @@ fn ranges_without_end(attack: &Attack<'_>, queues: u16, kind: u32) {
         for ring in &mut guest.rings {
             for _ in 0..requests {
                 ring.wait(1);
+                if step.elapsed() >= LONG_ROUND {
+                    attack.goes_on();
+                    step = Instant::now();
+                }
             }
         }
     }
@@ -153,11 +163,7 @@ fn beside_a_front_end_that_reads_no_replies() {
             .iter()
             .flat_map(|word| word.to_le_bytes())
             .collect();
-        guest
-            .connection
-            .socket()
-            .set_write_timeout(Some(std::time::Duration::from_millis(1)))
-            .unwrap();
+        guest.connection.socket().set_write_timeout(Some(Duration::from_millis(1))).unwrap();
         while attack.goes_on() {
             let _ = guest.connection.send_bytes(&question, &[]);
         }

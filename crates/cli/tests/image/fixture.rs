@@ -1,8 +1,14 @@
 //! Images that QEMU creates with many options: data, zeroes, holes and compressed clusters, alone
 //! and in chains.
 
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
+use std::sync::Mutex;
 
+use rustix::fs::{SeekFrom, seek};
+use rustix::io::Errno;
 use serde_json::Value;
 
 use crate::common::{Finished, Folder, blockyard, tool};
@@ -106,19 +112,63 @@ impl Images {
     pub fn raw(&self, name: &str, size: u64, seed: u8) -> PathBuf {
         let path = self.0.image(name, size);
         let p = |n: u8| seed.wrapping_add(n) | 1;
-        let writes = [
-            format!("write -P {} 0 100k", p(0)),
-            format!("write -P {} 1M 1M", p(1)),
-            "write -P 0 3M 128k".to_string(),
-            format!("write -P {} {} 64k", p(2), size - 65536),
-        ];
-        qemu_io(&path, "raw", &writes.each_ref().map(String::as_str));
+        let file = File::options().write(true).open(&path).unwrap();
+        for (byte, at, len) in [
+            (p(0), 0, 100 << 10),
+            (p(1), MIB, MIB),
+            (0, 3 * MIB, 128 << 10),
+            (p(2), size - 65536, 64 << 10),
+        ] {
+            file.write_all_at(&vec![byte; len as usize], at).unwrap();
+        }
+        // A write-back between two commands would change the space that they report.
+        file.sync_all().unwrap();
         path
     }
 
     /// Creates a qcow2 image with `options`, and does writes of all kinds. `backing`: name and
     /// format of the backing file.
     pub fn qcow2(
+        &self,
+        name: &str,
+        options: &str,
+        backing: Option<(&str, &str)>,
+        size: u64,
+        seed: u8,
+    ) -> PathBuf {
+        // QEMU copies data of a backing file into the image, and another test has other data.
+        let key = backing.is_none().then(|| format!("{options} {size} {seed}"));
+        self.once(key, options, name, || self.made(name, options, backing, size, seed))
+    }
+
+    /// Calls `make` for an image of `name`, or copies what an earlier call with the same `key` has
+    /// made: QEMU's programs take long to start, and many tests use the same image.
+    fn once(
+        &self,
+        key: Option<String>,
+        options: &str,
+        name: &str,
+        make: impl FnOnce() -> PathBuf,
+    ) -> PathBuf {
+        /// Copies without a name, so that nothing is left of them when the process ends.
+        static MADE: Mutex<BTreeMap<String, File>> = Mutex::new(BTreeMap::new());
+        // An image with a data file has the path of that file.
+        let Some(key) = key.filter(|_| !options.contains("data_file")) else { return make() };
+        let known = MADE.lock().unwrap().get(&key).map(|copy| copy.try_clone().unwrap());
+        if let Some(copy) = known {
+            let path = self.path(name);
+            copy_data(&copy, &path);
+            return path;
+        }
+        let path = make();
+        let copy = self.path("copy");
+        copy_data(&File::open(&path).unwrap(), &copy);
+        MADE.lock().unwrap().insert(key, File::open(&copy).unwrap());
+        std::fs::remove_file(copy).unwrap();
+        path
+    }
+
+    fn made(
         &self,
         name: &str,
         options: &str,
@@ -177,7 +227,29 @@ impl Images {
     /// Creates three images: raw (smaller), qcow2, and one with `options` on top.
     pub fn chain(&self, options: &str) -> PathBuf {
         self.raw("base.raw", 7 * MIB + 512, 1);
-        self.qcow2("middle.qcow2", "", Some(("base.raw", "raw")), 16 * MIB, 3);
-        self.qcow2("top.qcow2", options, Some(("middle.qcow2", "qcow2")), SIZE, 5)
+        let (middle, top) = ("middle.qcow2", "top.qcow2");
+        self.once(Some(middle.into()), "", middle, || {
+            self.made(middle, "", Some(("base.raw", "raw")), 16 * MIB, 3)
+        });
+        self.once(Some(format!("{top} {options}")), options, top, || {
+            self.made(top, options, Some((middle, "qcow2")), SIZE, 5)
+        })
+    }
+}
+
+/// Creates a copy of a file, with its holes.
+fn copy_data(from: &File, path: &Path) {
+    let to = File::create(path).unwrap();
+    to.set_len(from.metadata().unwrap().len()).unwrap();
+    let mut end = 0;
+    loop {
+        let at = match seek(from, SeekFrom::Data(end)) {
+            Err(Errno::NXIO) => return to.sync_all().unwrap(),
+            at => at.unwrap(),
+        };
+        end = seek(from, SeekFrom::Hole(at)).unwrap();
+        let mut bytes = vec![0; (end - at) as usize];
+        from.read_exact_at(&mut bytes, at).unwrap();
+        to.write_all_at(&bytes, at).unwrap();
     }
 }

@@ -4,7 +4,9 @@
 use std::os::unix::fs::FileExt;
 use std::process::Command;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, TOOL, guests, listens, run, tool, until};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, TOOL, listens, run, tool, tool_command, until,
+};
 use crate::fixture::{COPY, MB, NbdServer, address, same, sparse, start_in_background, uri};
 
 /// nbdkit with filters in front of the server, and its URI.
@@ -30,8 +32,7 @@ impl Kit {
 }
 
 fn copy(from: &str, to: &str) {
-    run(Command::new(guests().join("tool")).args(["nbdcopy", "--connections=2", from, to]), COPY)
-        .good();
+    run(tool_command("nbdcopy").args(["--connections=2", from, to]), COPY).good();
 }
 
 /// One request in ten fails before it reaches the server, and is retried. In the end all data is

@@ -1,16 +1,13 @@
 //! fio's nbd engine (libnbd): verified writes on several connections.
 
-use std::process::Command;
-
-use crate::common::{Folder, guests, run};
+use crate::common::{Folder, run, tool_command};
 use crate::fixture::{COPY, MB, NbdServer};
 
 /// Runs jobs with a connection and a part of the disk each. fio reads back and checks the checksum
 /// in each block.
 fn verified(uri: &str, rw: &str, bs: &str) {
-    let mut command = Command::new(guests().join("tool"));
+    let mut command = tool_command("fio");
     command.args([
-        "fio",
         "--name=verify",
         "--ioengine=nbd",
         "--numjobs=4",

@@ -3,74 +3,46 @@
 //! of a guest.
 //!
 //! The pages give `blockyard serve` a terminal of its own. Here it runs in the background, and the
-//! script goes on when the server is ready. Measurements take a part of a second here, because no
-//! test looks at their figures.
+//! script goes on when the server is ready. Measurements take a part of a second here, and use
+//! smaller files, because no test looks at their figures.
 
-use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use crate::common::{BLOCKYARD, Folder, GuestKind, guests, run, stripped_program};
+use crate::common::pages::{END, SERVE, blocks, guest_script, page};
+use crate::common::{BLOCKYARD, Folder, Guest, GuestKind, guests, run, tool_command};
 
 /// Timeout for all commands of a page, on a busy machine.
 const LIMIT: Duration = Duration::from_secs(240);
 
-fn page(name: &str) -> String {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs").join(name);
-    std::fs::read_to_string(&path).unwrap_or_else(|e| panic!("reading {}: {e}", path.display()))
-}
-
-/// Returns the text of all blocks with this fence, in the page's order.
-fn blocks(page: &str, fence: &str) -> String {
-    let mut inside = false;
-    let mut out = String::new();
-    for line in page.lines() {
-        match (inside, line) {
-            (false, line) if line == fence => inside = true,
-            (true, "```") => inside = false,
-            (true, line) => out += &format!("{line}\n"),
-            _ => {}
-        }
-    }
-    out
-}
+/// Measurements of the pages, and what they are here: options of `blockyard bench` and of fio.
+const SHORTER: [(&str, &str); 7] = [
+    ("--runtime 1", "--runtime 0.05"),
+    ("--runtime 2", "--runtime 0.05"),
+    ("runtime=2", "runtime=100ms"),
+    ("--seconds 1", "--seconds 0.3"),
+    ("--seconds 4", "--seconds 1"),
+    ("--size 256m", "--size 64m"),
+    ("--size=64m", "--size=16m"),
+];
 
 /// Shortens the measurements of `blockyard bench` and of fio.
 fn quick(commands: &str) -> String {
     let mut text = commands.to_string();
-    for (printed, here) in [("--runtime ", "--runtime 0.2"), ("runtime=", "runtime=200ms")] {
-        for seconds in ["1", "2"] {
-            let end = |end: &str| (format!("{printed}{seconds}{end}"), format!("{here}{end}"));
-            for (printed, here) in [" ", "\n"].map(end) {
-                text = text.replace(&printed, &here);
-            }
+    for (printed, here) in SHORTER {
+        for end in [" ", "\n"] {
+            text = text.replace(&format!("{printed}{end}"), &format!("{here}{end}"));
         }
     }
-    text
+    // A load on a disk begins with 0.2 s that it does not measure.
+    let (printed, here) = ("--runtime 0.05", "--runtime 0.05 --warmup 0.05");
+    let line = |line: &str| match line.contains("bench client ") {
+        true => format!("{}\n", line.replace(printed, here)),
+        false => format!("{line}\n"),
+    };
+    text.lines().map(line).collect()
 }
-
-/// Shell code that makes `blockyard serve` run in the background. [`END`] ends the servers.
-const SERVE: &str = r#"
-set -euo pipefail
-blockyard() {
-    if [[ $1 != serve || " $* " = *" --check-config "* ]]; then "$BLOCKYARD" "$@"; return; fi
-    "$BLOCKYARD" "$@" >out 2>>log & servers+=($!)
-    until grep -qx ready out; do kill -0 "${servers[-1]}" || { cat log >&2; return 1; }; sleep 0.05; done
-    rm out
-}
-# Bash goes on after `! COMMAND` in any case.
-not() { ! "$@"; }
-servers=()
-"#;
-
-const END: &str = r#"
-for server in "${servers[@]}"; do
-    # The page itself may have stopped it.
-    if kill "$server" 2>/dev/null; then wait "$server"; fi
-done
-echo "all of it has run"
-"#;
 
 /// Shell code that lists the servers that run in the script's folder.
 const HERE: &str = r#"
@@ -121,13 +93,18 @@ fn runs(name: &str, folder: &Path, bin: &Path, text: &str) {
 fn wrappers(folder: &Folder, programs: &[&str]) -> PathBuf {
     let bin = folder.join("bin");
     std::fs::create_dir(&bin).unwrap();
-    let tool = guests().join("tool").canonicalize().unwrap();
     std::os::unix::fs::symlink(BLOCKYARD, bin.join("blockyard")).unwrap();
     for program in programs {
+        let command = tool_command(program);
+        let mut text = String::from("#!/bin/sh\n");
+        for (name, value) in command.get_envs() {
+            text += &format!("export {}={:?}\n", name.display(), value.unwrap());
+        }
+        text += &format!("exec {:?}", command.get_program());
+        command.get_args().for_each(|word| text += &format!(" {word:?}"));
         // nbdkit goes to the background by itself. The script's trap ends nbdkit by this PID file.
-        let more = if *program == "nbdkit" { "-P nbdkit-$$.pid" } else { "" };
-        let text = format!("#!/bin/sh\nexec {} {program} {more} \"$@\"\n", tool.display());
-        folder.script(&format!("bin/{program}"), &text);
+        text += if *program == "nbdkit" { " -P nbdkit-$$.pid" } else { "" };
+        folder.script(&format!("bin/{program}"), &(text + " \"$@\"\n"));
     }
     bin
 }
@@ -284,25 +261,11 @@ fn every_page_with_commands_has_a_test() {
     assert_eq!(untested, [""; 0]);
 }
 
-/// Runs the blocks for a guest as root of such a guest.
-fn runs_in_a_guest(name: &str, kind: GuestKind, options: &[&str]) {
-    let text = blocks(&page(name), "```sh guest");
-    assert!(text.lines().count() > 3, "{name} has no commands for a guest");
-    let script = format!("cd /tmp\nBLOCKYARD=/host/blockyard\n{SERVE}{text}{END}");
-    let folder = Folder::new();
-    let program = stripped_program(&folder);
-    let options = options.iter().map(OsStr::new).chain(["--file".as_ref(), program.as_os_str()]);
-    let mut guest = crate::common::Guest::start(kind, options, &script, LIMIT);
-    guest.expect("all of it has run");
-    guest.finish();
-}
-
+/// The tests of ublk run the blocks of ublk.md.
 #[test]
 fn the_kernels_nbd_driver() {
-    runs_in_a_guest("libnbd.md", GuestKind::Uml, &[]);
-}
-
-#[test]
-fn ublk() {
-    runs_in_a_guest("ublk.md", GuestKind::Qemu, &["--kernel", "7", "--mem", "1G"]);
+    let options = ["--file", BLOCKYARD];
+    let mut guest = Guest::start(GuestKind::Uml, options, &guest_script("libnbd.md"), LIMIT);
+    guest.expect("all of it has run");
+    guest.finish();
 }

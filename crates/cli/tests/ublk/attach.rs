@@ -1,5 +1,6 @@
 //! `attach` and `detach`, as users call them.
 
+use crate::common::pages::guest_script;
 use crate::fixture::{on_kernel, on_one_kernel};
 
 const ATTACH: &str = r#"
@@ -16,7 +17,7 @@ device=$(blockyard attach a.img)
 [[ -b $device ]]
 mkfs.ext4 -q $device
 mount $device /mnt
-dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
+dd if=/dev/urandom of=/mnt/f bs=1M count=1 status=none
 sum=$(md5sum </mnt/f)
 other=$(blockyard attach b.img --ublk=7)
 [[ $other == /dev/ublkb7 && $device != "$other" ]]
@@ -34,18 +35,18 @@ if [[ $zero_copy ]]; then fails 1 'is in use' -- blockyard detach $other; fi
 blockyard detach --force $other
 exec 5<&-
 [[ ! -e $other ]]
-not pgrep -f -- --attached
+not is_attached
 
 # A device that a server left can be removed without a server.
 device=$(blockyard attach a.img)
 pkill -9 -f -- --attached
-while pgrep -f -- --attached >/dev/null; do nap 0.05; done
+while is_attached; do nap 0.05; done
 [[ $(blockyard attach a.img) == "$device" ]]
 mount $device /mnt
 [[ $(md5sum </mnt/f) == "$sum" ]]
 umount /mnt
 pkill -9 -f -- --attached
-while pgrep -f -- --attached >/dev/null; do nap 0.05; done
+while is_attached; do nap 0.05; done
 [[ $(blockyard detach $device 2>&1) == *'had no server. If its server was killed, attach and detach'* ]]
 [[ ! -e $device ]]
 "#;
@@ -53,6 +54,12 @@ while pgrep -f -- --attached >/dev/null; do nap 0.05; done
 #[test]
 fn attach_makes_a_device_and_detach_removes_it() {
     on_one_kernel("7", 1, ATTACH);
+}
+
+#[test]
+fn the_commands_of_the_page_work() {
+    let seen = on_kernel("7", 1, &guest_script("ublk.md"));
+    assert!(seen.contains("all of it has run"), "{seen}");
 }
 
 /// A user without privileges may use the driver. The script does the work of a udev rule.
@@ -87,12 +94,14 @@ gone() { ! ls /dev/ublkb0 /dev/ublkc0 2>/dev/null || { cat /tmp/log && return 1;
 for ((round = 0; round < 2; round++)); do
     serve_as_user
     until_logged 'because the user has no privileges'
-    [[ $round -gt 0 ]] || load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=1M --do_verify=1
-    fails 1 'a drain is refused, because its requests may wait for at most 20 s' -- \
-        blockyard ctl --api /tmp/api drain a.img
-    blockyard ctl --api /tmp/api drain a.img --seconds 20 >/dev/null
-    blockyard ctl --api /tmp/api resume a.img >/dev/null
-    fails 1 'may wait for at most 20 s' -- blockyard ctl --api /tmp/api set a.img on-enospc=pause
+    if ((round == 0)); then
+        load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=256k --do_verify=1
+        fails 1 'a drain is refused, because its requests may wait for at most 20 s' -- \
+            blockyard ctl --api /tmp/api drain a.img
+        blockyard ctl --api /tmp/api drain a.img --seconds 20 >/dev/null
+        blockyard ctl --api /tmp/api resume a.img >/dev/null
+        fails 1 'may wait for at most 20 s' -- blockyard ctl --api /tmp/api set a.img on-enospc=pause
+    fi
     : >/tmp/events
     blockyard ctl --api /tmp/api events --since 0 --json >/tmp/events &
     events=$!
@@ -110,7 +119,7 @@ done
 serve_as_user
 mkfs.ext4 -q /dev/ublkb0
 mount /dev/ublkb0 /mnt
-dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
+dd if=/dev/urandom of=/mnt/f bs=1M count=1 status=none
 sum=$(md5sum </mnt/f)
 stop
 [[ ! $zero_copy ]] || grep -q '/dev/ublkb0 is in use, and ' /tmp/log || { cat /tmp/log && exit 1; }
@@ -157,6 +166,8 @@ serve_as_user
 chown 1000 /dev/ublkb0
 stop
 gone
+chmod 755 .
+chmod 600 /dev/ublk-control
 "#;
 
 #[test]
@@ -175,10 +186,10 @@ device=$(blockyard attach a.img)
 other=$(blockyard attach b.img --read-only)
 [[ $device == /dev/nbd? && $other == /dev/nbd? && $device != "$other" ]]
 [[ $(blockdev --getsize64 $device) == 33554432 && $(blockdev --getro $other) == 1 ]]
-load --name=a --filename=$device --rw=randrw --bs=4k --size=2M --do_verify=1
+load --name=a --filename=$device --rw=randrw --bs=4k --size=512k --do_verify=1
 mkfs.ext4 -q $device
 mount $device /mnt
-dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
+dd if=/dev/urandom of=/mnt/f bs=1M count=1 status=none
 sum=$(md5sum </mnt/f)
 fails 1 'is in use: unmount it first' -- blockyard detach $device
 umount /mnt
@@ -192,7 +203,7 @@ fails 1 "in use by $loop" -- blockyard detach $device
 losetup -d $loop
 until blockyard detach $device; do nap 0.05; done
 blockyard detach --force $other
-not pgrep -f -- --attached
+not is_attached
 [[ ! -e /sys/block/${device#/dev/}/pid ]]
 # The server is killed while it sets the device up, and while it serves it. Then the command is
 # killed before it has reported the device.
@@ -201,7 +212,7 @@ killed() { # CALL:NUMBER OPTION...
         /host/blockyard attach a.img >/tmp/said 2>&1
 }
 works() {
-    while pgrep -f -- --attached >/dev/null || [[ -e /sys/block/nbd0/pid ]]; do nap 0.02; done
+    while is_attached || [[ -e /sys/block/nbd0/pid ]]; do nap 0.02; done
     [[ $(blockyard attach a.img) == /dev/nbd0 ]]
 }
 killed ioctl:2 -f -P /dev/nbd0

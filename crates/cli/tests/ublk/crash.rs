@@ -7,7 +7,7 @@ use crate::fixture::{on_kernel, on_one_kernel};
 const KILLS: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
-begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M
+begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=16M
 answered ublkb0
 for ((n = 1; n <= 10; n++)); do
     kill -9 $pid
@@ -41,7 +41,7 @@ serve a.img --ublk
 device=$(echo /dev/ublkb*)
 mkfs.ext4 -q $device
 mount $device /mnt
-dd if=/dev/urandom of=/mnt/f bs=1M count=8 status=none
+dd if=/dev/urandom of=/mnt/f bs=1M count=4 status=none
 cp /mnt/f /tmp/f
 stop
 grep -q "$device is in use: it is kept, and waits for --ublk=" /tmp/log

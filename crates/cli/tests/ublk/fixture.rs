@@ -7,9 +7,9 @@
 //! really run at the same time. Two emulated processors wait for each other in loops, and a script
 //! takes half as much time of the host again.
 //!
-//! What must hold: each script finds the guest as after a boot: idle, without devices, processes,
-//! modules and files of an earlier script. A guest runs no other script if one failed or if
-//! cleaning failed. A guest ends with this process.
+//! What must hold: each script finds the guest as after a boot: idle, with the ublk driver, and
+//! without devices, processes, modules and files of an earlier script. A guest runs no other script
+//! if one failed or if cleaning failed. A guest ends with this process.
 
 use std::ffi::OsString;
 use std::fs::{File, OpenOptions};
@@ -24,27 +24,67 @@ use crate::common::qmp::Qmp;
 use crate::common::{Folder, Guest, NAP, stripped_program};
 
 /// The guest runs each script that it reads from its FIFO. It prints how the script ended and
-/// whether the guest is clean.
+/// whether the guest is clean. It starts few programs for that, because an emulated processor takes
+/// 50 ms for each.
 const SERVE_SCRIPTS: &str = r#"
-clean() {
-    pkill -KILL -f '^/host/blockyard|^sleep|^fio|^strace' || :
-    cd /
-    while umount -q /mnt; do :; done
-    for control in /dev/ublkc*; do
-        [[ ! -e $control ]] || /host/blockyard detach --force "/dev/ublkb${control#/dev/ublkc}" || return
+shopt -s dotglob extglob nullglob
+# Sets `left` to the processes of a script that are left.
+find_left() {
+    local file word
+    left=()
+    for file in /proc/[0-9]*/cmdline; do
+        IFS= read -rd '' word <"$file" || continue
+        [[ $word != @(/host/blockyard|sleep|fio|strace)* ]] || left+=("${file//[^0-9]/}")
     done
-    [[ ! -e /sys/module/loop ]] || losetup -D
-    for ((try = 0; try < 600; try++)); do umount -q /tmp/images && break || sleep 0.05; done
-    for module in loop nbd ublk_drv; do
-        [[ ! -e /sys/module/$module ]] || for ((try = 0; try < 600; try++)); do modprobe -r $module && break || sleep 0.05; done
-    done
-    ! grep -E ' (/mnt|/tmp/images) ' /proc/mounts || return
-    rm -rf /tmp/* /run/blockyard /run/blockyard-attach
-    chmod 1777 /tmp
-    mount -t tmpfs tmpfs /mnt
-    dmesg -C
-    ! pgrep -f '^/host/blockyard' && [[ ! -e /sys/module/ublk_drv && ! -e /sys/module/loop && ! -e /sys/module/nbd ]]
 }
+# Returns whether a file system other than the tmpfs of the boot is mounted there.
+is_mounted() { # FOLDER
+    local device folder kind rest
+    while read -r device folder kind rest; do
+        [[ $folder != "$1" || $kind == tmpfs ]] || return 0
+    done </proc/mounts
+    return 1
+}
+clean() {
+    local try control module users nodes
+    for ((try = 0; try < 600; try++)); do
+        find_left
+        ((${#left[@]})) || break
+        kill -KILL "${left[@]}" || :
+        sleep 0.05
+    done
+    ((${#left[@]} == 0)) || { echo "processes ${left[*]} are left" && return 1; }
+    cd /
+    while is_mounted /mnt; do umount /mnt || return; done
+    for control in /dev/ublkc*; do
+        /host/blockyard detach --force "/dev/ublkb${control#/dev/ublkc}" || return
+    done
+    find_left
+    ((${#left[@]} == 0)) || { echo "processes ${left[*]} are left" && return 1; }
+    [[ ! -e /sys/module/loop ]] || losetup -D
+    rm -rf /tmp/!(images) /tmp/images/* /mnt/* /run/blockyard* || return
+    [[ -k /tmp ]] || chmod 1777 /tmp
+    for module in loop nbd; do
+        for ((try = 0; try < 600; try++)); do
+            [[ -e /sys/module/$module ]] || break
+            modprobe -r $module || sleep 0.05
+        done
+        [[ ! -e /sys/module/$module ]] || return
+    done
+    # The driver has users as long as a program has a device open. A script may have removed it.
+    for ((try = 0; try < 600; try++)); do
+        nodes=(/dev/ublk[bc]*) users=0
+        [[ ! -e /sys/module/ublk_drv ]] || users=$(</sys/module/ublk_drv/refcnt)
+        ((users + ${#nodes[@]})) || break
+        sleep 0.05
+    done
+    ((users + ${#nodes[@]} == 0)) || { echo "$users users of ublk_drv, ${nodes[*]}" && return 1; }
+    dmesg -C
+}
+modprobe ublk_drv
+mkfs.ext4 -q /dev/vda
+mkdir /tmp/images
+mount /dev/vda /tmp/images
 exec 4<"$GUEST_INPUT"
 echo "guest: ready"
 while read -r bytes <&4; do
@@ -69,11 +109,24 @@ logged() { [[ $(</tmp/log) == *"$1"* ]]; } # TEXT
 # Waits until the log has a line that matches. (A thread writes the log: a line that precedes `ready`
 # may come after it.)
 until_logged() { # PATTERN [COUNT]
+    local try line lines
     for ((try = 0; try < 3000; try++)); do
-        (($(grep -c "$1" /tmp/log) < ${2:-1})) || return 0
+        lines=0
+        while IFS= read -r line; do [[ ! $line =~ $1 ]] || lines=$((lines + 1)); done </tmp/log
+        ((lines < ${2:-1})) || return 0
         nap 0.02
     done
     echo "not in the log: $1" && cat /tmp/log && return 1
+}
+
+# Returns whether a server of `attach` runs. (An emulated pgrep takes a tenth of a second.)
+is_attached() {
+    local file words
+    for file in /proc/[0-9]*/cmdline; do
+        mapfile -d '' words <"$file" || continue
+        [[ " ${words[*]} " != *' --attached '* ]] || return 0
+    done 2>/dev/null
+    return 1
 }
 
 # Serves an image by ublk in the background: $pid, the log in /tmp/log. Retries while a killed server
@@ -149,13 +202,9 @@ fails() { # STATUS WORD... -- COMMAND...: the command fails so, and its message 
     done
 }
 
-modprobe ublk_drv
-modprobe virtio_blk
-mkfs.ext4 -q /dev/vda
-mkdir /tmp/images
-mount /dev/vda /tmp/images
+[[ -e /sys/module/ublk_drv ]] || modprobe ublk_drv
 cd /tmp/images
-case $(uname -r) in
+case $(</proc/sys/kernel/osrelease) in
 6.*) zero_copy= ;;
 *) zero_copy=1 ;;
 esac

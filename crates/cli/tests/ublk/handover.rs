@@ -6,12 +6,12 @@ use crate::fixture::on_kernel;
 /// new servers fail: one cannot take the device over, one is killed when it has taken it over. The
 /// old server takes it back, and can hand it over later.
 const HAND_OVERS: &str = r#"
-dd if=/dev/urandom of=base.img bs=1M count=8 status=none
-truncate -s 64M base.img
+dd if=/dev/urandom of=base.img bs=1M count=4 status=none
+truncate -s 32M base.img
 blockyard image create -f qcow2 -b base.img -F raw top.qcow2 >/dev/null
 options=(top.qcow2 --ublk=0 --queues 2 --control /tmp/control)
 serve "${options[@]}"
-begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=48M --fsync=200
+begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=16M --fsync=200
 answered ublkb0
 replace() {
     local old=$pid
@@ -20,10 +20,10 @@ replace() {
     answered ublkb0
 }
 for ((n = 1; n <= 3; n++)); do replace; done
-grep -q 'handed over after a pause' /tmp/log
+logged 'handed over after a pause'
 # The old server does not search for users of the device.
-grep -q '/dev/ublkb0 is kept for the next server' /tmp/log || { cat /tmp/log && exit 1; }
-not grep 'it is kept, and waits' /tmp/log
+logged '/dev/ublkb0 is kept for the next server' || { cat /tmp/log && exit 1; }
+not logged 'it is kept, and waits' || { cat /tmp/log && exit 1; }
 
 # A new server that the device does not fit.
 fails 1 'it is read-only now' -- \
@@ -64,7 +64,7 @@ fn a_device_is_handed_over_under_load() {
 
 /// Linux 6.12 cannot quiesce a device, so its server refuses the hand-over and goes on.
 const REFUSED: &str = r#"
-dd if=/dev/urandom of=a.img bs=1M count=8 status=none
+dd if=/dev/urandom of=a.img bs=1M count=1 status=none
 serve a.img --ublk=0 --control /tmp/control
 fails 1 '/dev/ublkb0 ends with its server' -- \
     blockyard serve a.img --ublk=0 --control /tmp/control --takeover /tmp/control

@@ -50,7 +50,7 @@ kill $other
 wait $other 2>/dev/null || :
 
 # SIGTERM under load: the device stays, and the load continues with the next server.
-begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=32M
+begin_load --name=a --filename=/dev/ublkb0 --rw=randrw --bs=4k --size=16M
 answered ublkb0
 stop
 grep -q '/dev/ublkb0 is in use by process .* (fio): it is kept, and waits for --ublk=0' /tmp/log || { cat /tmp/log && exit 1; }
@@ -68,7 +68,7 @@ truncate -s 32M b.img
 serve a.img --ublk --api /tmp/api --control /tmp/control
 blockyard detach /dev/ublkb0
 fails 1 'another program has removed /dev/ublkb0' -- \
-    blockyard serve a.img --ublk --control /tmp/control --takeover /tmp/control
+    blockyard serve a.img --ublk --api /tmp/api --control /tmp/control --takeover /tmp/control
 blockyard ctl --api /tmp/api add name=b image="$PWD/b.img" ublk=true >/dev/null
 blockyard ctl --api /tmp/api remove a.img >/dev/null
 dd if=/dev/urandom of=/dev/ublkb0 bs=64k count=1 oflag=direct status=none

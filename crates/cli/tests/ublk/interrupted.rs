@@ -11,7 +11,7 @@ const KILLED: &str = r#"
 dd if=/dev/urandom of=base.img bs=1M count=4 status=none
 truncate -s 32M base.img
 blockyard image create -q -f qcow2 -b base.img -F raw top.qcow2
-gone() { while pgrep -f -- --attached >/dev/null; do nap 0.02; done; }
+gone() { while is_attached; do nap 0.02; done; }
 journals() { find /run/blockyard-journals -type f 2>/dev/null || :; }
 none() { ! ls /dev/ublkc* 2>/dev/null; }
 said() { # TEXT

@@ -11,7 +11,7 @@ truncate -s 64M a.img
 serve a.img --ublk=0 --queues 2
 mkfs.ext4 -q /dev/ublkb0
 mount /dev/ublkb0 /mnt
-dd if=/dev/urandom of=/tmp/f bs=1M count=4 status=none
+dd if=/dev/urandom of=/tmp/f bs=1M count=1 status=none
 cp /tmp/f /mnt/f
 kill -9 $pid
 wait $pid 2>/dev/null || :
@@ -121,7 +121,7 @@ if [[ $zero_copy ]]; then until [[ $(</sys/block/ublkb0/size) == 98304 ]]; do na
 kill -9 $pid
 wait $pid 2>/dev/null || :
 rm a.img
-dd if=/dev/urandom of=a.img bs=1M count=8 status=none
+dd if=/dev/urandom of=a.img bs=1M count=1 status=none
 serve a.img --ublk=0
 cmp /dev/ublkb0 a.img
 stop
@@ -144,7 +144,7 @@ each() { # COMMAND...: four at once; the successes, and what the others said
 }
 blockyard attach a.img --read-only >/dev/null
 pkill -9 -f -- --attached
-while pgrep -f -- --attached >/dev/null; do nap 0.05; done
+while is_attached; do nap 0.05; done
 # One server takes the device over. The others make new devices.
 each blockyard attach a.img --read-only
 [[ $good == 4 && $(sort -u /tmp/each.? | wc -l) == 4 ]] || { cat /tmp/each.? && exit 1; }
@@ -186,12 +186,14 @@ fn one_of_several_servers_gets_a_device() {
 /// the same number. A disk that fails does not stop the others.
 const MANY: &str = r#"
 disks() { # COUNT: the first is one that cannot be
+    local files=()
     printf '[[disk]]\nimage = "/tmp/images/none.img"\nublk = 100\n'
     for ((n = 0; n < $1; n++)); do
-        truncate -s 8M d$n.img
+        files+=(d$n.img)
         # Each request of a queue takes one of the reactor's 16384 places.
         printf '[[disk]]\nimage = "/tmp/images/d%d.img"\nublk = %d\nqueue-size = 512\n' $n $n
     done
+    truncate -s 8M "${files[@]}"
 }
 disks 40 >c.toml
 serve --config c.toml
@@ -220,7 +222,7 @@ fn devices_without_room_for_zero_copy_still_work() {
 /// A disk without a name has the file name of its image, and a snapshot that is persisted makes
 /// that its name. Its device then belongs to the overlay. A disk with another name does not get it.
 const SNAPSHOT: &str = r#"
-dd if=/dev/urandom of=a.img bs=1M count=8 status=none
+dd if=/dev/urandom of=a.img bs=1M count=1 status=none
 serve a.img --ublk=0 --api /tmp/api
 # A program has the device open.
 exec 5<>/dev/ublkb0

@@ -106,7 +106,7 @@ pub enum What {
         disk: String,
         why: String,
     },
-    /// A snapshot, commit or stream begins.
+    /// A snapshot, commit, stream or backup begins.
     JobBegun {
         job: Job,
     },

@@ -111,7 +111,8 @@ const METRICS: &[Metric] = &[
     }),
     gauge(
         "blockyard_disk_held_back_max_seconds",
-        "Longest time for which a snapshot, commit, stream, growth or drain has held requests.",
+        "Longest time for which a snapshot, commit, stream, backup, growth or drain has held \
+         requests.",
         |disk, emit| emit("", disk.held_back.into()),
     ),
     counter("blockyard_disk_requests_total", "Requests that have ended.", |disk, emit| {

@@ -1,12 +1,14 @@
 //! An open back end before a reactor uses it: its properties, and why it cannot be opened.
 
 use std::io;
+use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use blockyard_image::{Chain, ChainError, Geometry, ImageFile, OpenError, SECTOR};
 use blockyard_ring::{GuestMemory, MemoryError};
 
 use super::delay::{Model, ModelError};
+use crate::layer_files::LayerFiles;
 
 /// An open back end before a reactor uses it. All reactors may share it.
 #[derive(Clone, Debug)]
@@ -39,6 +41,10 @@ pub enum Source {
 /// What clients see of an image that is not open at the moment.
 #[derive(Debug)]
 pub struct InactiveImage {
+    /// Path of the topmost image. None: there is no image.
+    path: Option<PathBuf>,
+    /// The files of all images when they were last open.
+    files: LayerFiles,
     size: u64,
     geometry: Geometry,
     logical_block: u32,
@@ -48,11 +54,17 @@ pub struct InactiveImage {
 impl InactiveImage {
     pub(crate) fn of(source: &Source) -> Self {
         InactiveImage {
+            path: source.path().map(Path::to_path_buf),
+            files: source.layer_files(),
             size: source.capacity(),
             geometry: source.geometry(),
             logical_block: source.logical_block(),
             discard_unit: source.discard_unit(),
         }
+    }
+
+    pub(crate) fn files(&self) -> &LayerFiles {
+        &self.files
     }
 }
 
@@ -167,6 +179,15 @@ impl Source {
         match self {
             Source::File(file) | Source::Delay { file: Some(file), .. } => Some(file),
             _ => None,
+        }
+    }
+
+    /// Returns the path of the topmost image, which need not be open.
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Source::Chain(chain) => Some(chain.path()),
+            Source::Inactive(image) => image.path.as_deref(),
+            _ => self.file().map(|file| file.path()),
         }
     }
 

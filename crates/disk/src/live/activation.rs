@@ -18,10 +18,10 @@ use std::sync::{Arc, MutexGuard, PoisonError, TryLockError, Weak};
 use std::thread::Builder;
 use std::time::{Duration, Instant};
 
-use blockyard_image::{ChainOptions, ImageFile};
+use blockyard_image::{ChainOptions, ImageFile, Overlaid};
 use blockyard_ring::{LockedFile, threads};
 
-use super::{Why, WorkError, Worker, check_not_poisoned};
+use super::{Kind, Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::{InactiveImage, Source, SourceError};
 use crate::disk::Disk;
 use crate::leaving::Leaving;
@@ -85,7 +85,7 @@ impl Disk {
     fn wait_for_work(&self, goes_on: impl Fn() -> bool) -> Result<MutexGuard<'_, ()>, Why> {
         loop {
             match self.begin_work() {
-                Err(Why::Busy) if goes_on() => std::thread::sleep(LOCK_PAUSE),
+                Err(why) if why.is_busy() && goes_on() => std::thread::sleep(LOCK_PAUSE),
                 begun => return begun,
             }
         }
@@ -125,7 +125,7 @@ impl Disk {
             return Ok(());
         }
         let deactivated = self.deactivate_now();
-        if deactivated.as_ref().is_err_and(|e| matches!(*e.why, Why::Busy)) {
+        if deactivated.as_ref().is_err_and(|e| e.why.is_busy()) {
             self.deactivate_later();
         }
         deactivated
@@ -179,7 +179,7 @@ impl Disk {
         let mut leaving = self.leaving();
         if std::mem::take(&mut leaving.is_wanted) {
             match self.deactivate_now() {
-                Err(e) if matches!(*e.why, Why::Busy) => {
+                Err(e) if e.why.is_busy() => {
                     leaving.is_wanted = true;
                     return true;
                 }
@@ -195,7 +195,7 @@ impl Disk {
 
     fn deactivate_now(self: &Arc<Self>) -> Result<(), WorkError> {
         let files = locked_files(&self.source());
-        self.work("deactivation", |worker| worker.deactivate())?;
+        self.work(Kind::for_writable("deactivation"), |worker| worker.deactivate())?;
         let deadline = Instant::now() + LOCK_TIME;
         while files.iter().any(|file| file.strong_count() > 0) {
             if Instant::now() > deadline {
@@ -222,12 +222,16 @@ impl Worker {
         let quiesced = self.disk.quiesce("deactivation")?;
         self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
-        // A snapshot may have put another image on top since the disk was activated.
-        if let (Some(chain), Some(options)) = (source.chain(), &self.disk.activation) {
+        if let Some(options) = &self.disk.activation {
             let mut options = options.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-            options.path = chain.top().file.path().to_path_buf();
-            options.format = Some(chain.top().format);
-            options.crash_safety = chain.options().crash_safety.clone();
+            // An overlay that another server puts on the image from now on is not abandoned.
+            options.overlaid = Overlaid::Refuse;
+            // A snapshot may have put another image on top since the disk was activated.
+            if let Some(chain) = source.chain() {
+                options.path = chain.top().file.path().to_path_buf();
+                options.format = Some(chain.top().format);
+                options.crash_safety = chain.options().crash_safety.clone();
+            }
         }
         let image = Source::Inactive(Arc::new(InactiveImage::of(&source)));
         quiesced.exchange(&image, None)?;

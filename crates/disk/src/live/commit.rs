@@ -20,12 +20,13 @@ use std::time::{Duration, Instant};
 
 use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, WritableBacking, join_all};
 
-use super::{Why, Work, WorkError, Worker};
+use super::{Kind, Why, Work, WorkError, Worker};
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::{QuiesceError, QuiescedDisk};
+use crate::tracker::Tracker;
 
 /// Maximum number of passes that copy, while the guest continues, what it wrote during the pass
 /// before.
@@ -42,8 +43,19 @@ impl Disk {
     /// Commits the topmost image; see the module documentation. No other overlay may use the
     /// backing image, because its contents change.
     pub fn commit(self: &Arc<Self>, work: &Work) -> Result<(), WorkError> {
+        self.commit_among(work, || Some(Vec::new()))
+    }
+
+    /// Like [`Disk::commit`]. `others` returns the other disks of the caller. None fails the
+    /// commit. It also fails if it would change one of them that has no image open
+    /// ([`Source::Inactive`]): no lock shows that such a disk needs the backing image.
+    pub fn commit_among(
+        self: &Arc<Self>,
+        work: &Work,
+        others: impl FnOnce() -> Option<Vec<Arc<Disk>>> + 'static,
+    ) -> Result<(), WorkError> {
         let work = work.clone();
-        self.work("commit", |worker| worker.commit(work))
+        self.work(Kind::for_writable("commit"), |worker| worker.commit(work, others))
     }
 }
 
@@ -60,9 +72,17 @@ struct Commit<'a> {
 }
 
 impl Worker {
-    async fn commit(self, work: Work) -> Result<(), Why> {
+    async fn commit(
+        self,
+        work: Work,
+        others: impl FnOnce() -> Option<Vec<Arc<Disk>>>,
+    ) -> Result<(), Why> {
         self.refresh_backing().await?;
         let backing = self.chain()?.open_backing(&self.handle).await?;
+        // This process has the backing image alone now. No disk can open it before the end of the
+        // commit, so a disk that has it is inactive.
+        let unknown = || Why::NotPossible("the server does not say which disks it has".into());
+        self.check_others(&others().ok_or_else(unknown)?)?;
         let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
         // The disk may have adopted another size than the image has.
@@ -73,7 +93,8 @@ impl Worker {
         let from = chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;
         let source = Source::Chain(chain.clone());
         let local_disk = self.local_disk(&source)?;
-        self.disk.quiesce("commit begins")?.exchange(&source, Some(&dirty))?;
+        let tracker = Tracker::Dirty(dirty.clone());
+        self.disk.quiesce("commit begins")?.exchange(&source, Some(&tracker))?;
         let commit =
             Commit { worker: &self, work: &work, local_disk, chain, from, into: &into, dirty };
         let done = commit.run().await;
@@ -81,6 +102,21 @@ impl Worker {
         drop(hold);
         self.close_backing(&backing, &into, done.reopened).await;
         done.result
+    }
+
+    /// Returns an error if the commit would change one of these disks.
+    fn check_others(&self, others: &[Arc<Disk>]) -> Result<(), Why> {
+        let chain = self.chain()?;
+        let changes = |other: &&Arc<Disk>| {
+            !Arc::ptr_eq(&self.disk, other) && other.source().layer_files().show_backing_of(&chain)
+        };
+        let Some(other) = others.iter().find(changes) else { return Ok(()) };
+        let (other, image) = (other.name(), chain.layers()[1].file.path().display());
+        Err(Why::NotPossible(format!(
+            "disk \"{other}\" needs image {image} as it is, although no guest uses that disk now: \
+             make one of the two disks independent of the image (`ctl stream`), or remove disk \
+             \"{other}\" and delete its image"
+        )))
     }
 
     /// Lets all reactors read the metadata of the backing image again, if they could not after a
@@ -224,5 +260,59 @@ impl Commit<'_> {
             );
         }
         Done { result: Err(why), reopened: exchanged.is_ok() }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use blockyard_image::tools::{NewOverlay, OverlayBase};
+    use blockyard_image::{CacheMode, ChainOptions, Format};
+
+    use super::*;
+    use crate::DiskOptions;
+
+    /// No lock shows that an inactive disk needs the backing image.
+    #[test]
+    fn a_commit_does_not_change_an_inactive_disk() {
+        let folder = std::env::temp_dir().join(format!("blockyard-commit-{}", std::process::id()));
+        std::fs::create_dir_all(&folder).unwrap();
+        std::fs::write(folder.join("base.raw"), vec![7; 1 << 20]).unwrap();
+        for (name, base, format) in [
+            ("a", "base.raw", Format::Raw),
+            ("beside", "base.raw", Format::Raw),
+            ("over", "a", Format::Qcow2),
+        ] {
+            let (path, nbd) = (folder.join(base), Default::default());
+            let base = OverlayBase { path, format, size: 1 << 20, nbd };
+            let mut overlay = NewOverlay::create(&folder.join(name), &base, &[]).unwrap();
+            overlay.publish().unwrap();
+            overlay.keep();
+        }
+        let options = |name: &str| {
+            let image = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::new("") };
+            ChainOptions { path: folder.join(name), ..image }
+        };
+        let disk = |name: &str, options: &ChainOptions| {
+            let source = Source::open(options).unwrap();
+            let (serial, filters, on_enospc) = Default::default();
+            let (read_only, cache) = (false, CacheMode::None);
+            let name = name.into();
+            Disk::new(DiskOptions { name, serial, read_only, cache, filters, on_enospc }, source)
+        };
+        let inactive = |name: &str| {
+            let seen = ChainOptions { read_only: true, force_share: true, ..options(name) };
+            Arc::new(disk(name, &seen).until_activated(options(name)))
+        };
+        let disks = [inactive("beside"), inactive("over")];
+        let a = Arc::new(disk("a", &options("a")));
+        let commit = |others: &[&Arc<Disk>]| {
+            let others: Vec<_> = others.iter().map(|disk| (*disk).clone()).collect();
+            a.commit_among(&Work::default(), || Some(others))
+        };
+        let why = commit(&[&a, &disks[1], &disks[0]]).unwrap_err().to_string();
+        assert!(why.contains("disk \"beside\" needs image") && why.contains("base.raw"), "{why}");
+        // The image that is committed hides the change from this disk.
+        commit(&[&a, &disks[1]]).unwrap();
+        std::fs::remove_dir_all(&folder).unwrap();
     }
 }

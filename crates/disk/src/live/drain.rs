@@ -6,8 +6,8 @@
 //! ```
 //!
 //! What must hold: when [`Disk::drain`] returns, no request is in flight and all answered writes
-//! are durable. The requests go on at the latest when the time limit has passed, so that a caller
-//! that dies leaves no disk that hangs.
+//! are durable. A read-only disk has no such writes. The requests go on at the latest when the time
+//! limit has passed, so that a caller that dies leaves no disk that hangs.
 
 use std::sync::Arc;
 use std::sync::mpsc::{SyncSender, sync_channel};
@@ -17,7 +17,7 @@ use std::time::Duration;
 use blockyard_image::ChainError;
 use blockyard_ring::threads;
 
-use super::{Why, WorkError, Worker, check_open};
+use super::{Kind, Why, WorkError, Worker, check_open};
 use crate::disk::Disk;
 use crate::drain::DrainState;
 
@@ -30,7 +30,7 @@ struct Permit(Arc<Disk>);
 impl Permit {
     fn take(disk: &Arc<Disk>) -> Result<Self, Why> {
         if !disk.drain.take_thread() {
-            return Err(if disk.has_ended() { Why::Ended } else { Why::Busy });
+            return Err(if disk.has_ended() { Why::Ended } else { Why::busy(disk) });
         }
         Ok(Permit(disk.clone()))
     }
@@ -51,7 +51,8 @@ impl Disk {
         let (sender, drained) = sync_channel(1);
         let started = threads::spawn(Builder::new().name("drain".into()), move || {
             let answer = sender.clone();
-            let work = permit.0.work("drain", move |worker| worker.drain(limit, answer));
+            let work =
+                permit.0.work(Kind::for_any("drain"), move |worker| worker.drain(limit, answer));
             // The caller may drain the disk again as soon as it has an answer.
             drop(permit);
             if let Err(e) = work {
@@ -88,7 +89,7 @@ impl Worker {
         self.flush(&local_disk).await?;
         let (name, seconds) = (self.disk.name(), limit.as_secs());
         tracing::info!(disk = name, "drained: requests wait for `ctl resume`, at most {seconds} s");
-        self.disk.drain.begin();
+        self.disk.drain.begin(limit);
         // The end of the disk comes before or after this check. After it, it finds the flag.
         if self.disk.has_ended() {
             self.disk.drain.resume();
@@ -96,7 +97,7 @@ impl Worker {
         }
         self.disk.report_change();
         let _ = answer.try_send(Ok(()));
-        if !self.disk.drain.wait(limit) {
+        if !self.disk.drain.wait() {
             tracing::warn!(disk = name, "requests go on: no call resumed the disk in {seconds} s");
         }
         drop(quiesced);
@@ -140,9 +141,9 @@ mod tests {
         let disk = disk("a");
         for _ in 0..200 {
             let permit = Permit::take(&disk).unwrap();
-            disk.drain.begin();
+            disk.drain.begin(Duration::from_secs(600));
             let drain = std::thread::spawn(move || {
-                let resumed = permit.0.drain.wait(Duration::from_secs(600));
+                let resumed = permit.0.drain.wait();
                 std::thread::yield_now();
                 drop(permit);
                 resumed

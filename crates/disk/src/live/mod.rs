@@ -1,10 +1,11 @@
-//! Snapshot, commit, stream, resize and drain: work on a disk's images while guests use the disk. A
-//! control thread starts it.
+//! Snapshot, commit, stream, backup, resize and drain: work on a disk's images while guests use the
+//! disk. A control thread starts it.
 //!
 //! ```text
 //!   snapshot   keeps the present image as it is; later writes go to a new overlay
 //!   commit     copies the topmost image's data into its backing image, and empties it
 //!   stream     copies the data of all backing images into the topmost image, which then needs none
+//!   backup     copies the disk, as it is at one moment, into a new image
 //!   resize     grows the topmost image
 //!   drain      holds requests while an operator works on the host's side
 //!   resume     lets requests go on: those of a drain, and those that wait for space
@@ -15,10 +16,12 @@
 //!
 //! What must hold: a guest sees the same disk before and after, except for its size, whatever
 //! fails, also after a power cut. Only one such work runs on a disk at a time. The disk is quiesced
-//! only to exchange images, for a commit also to begin and to copy the last changes, and for a
-//! resize to change the image, and as long as it is drained ([`crate::quiesce`]).
+//! only to exchange images, for a commit also to begin and to copy the last changes, for a backup
+//! to begin and to end, and for a resize to change the image, and as long as it is drained
+//! ([`crate::quiesce`]).
 
 mod activation;
+mod backup;
 mod commit;
 mod drain;
 mod resize;
@@ -26,7 +29,9 @@ mod resume;
 mod snapshot;
 mod stream;
 
+use std::error::Error;
 use std::io;
+use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, MutexGuard, PoisonError, TryLockError};
@@ -37,14 +42,17 @@ use blockyard_image::{Chain, ChainError, ImageError};
 use blockyard_ring::{Executor, Handle};
 
 use crate::backend::{Source, SourceError};
+use crate::copy_map::LateCopy;
 use crate::disk::Disk;
+use crate::image_files::PathError;
 use crate::local_disk::LocalDisk;
 use crate::quiesced::QuiesceError;
 
+pub use backup::BackupOptions;
 pub use snapshot::{SnapshotOptions, StartRecord};
 
-/// Progress and cancellation of a commit or a stream. The thread that does it and its observers
-/// share this.
+/// Progress and cancellation of a commit, stream or backup. The thread that does it and its
+/// observers share this.
 #[derive(Clone, Debug, Default)]
 pub struct Work {
     progress: Arc<Progress>,
@@ -58,7 +66,7 @@ impl Work {
     }
 
     /// Ends the work soon with [`Why::Cancelled`]. The disk stays as it was. Has no effect once the
-    /// images are being exchanged.
+    /// images are being exchanged, or once a backup has its name.
     pub fn cancel(&self) {
         self.cancelled.store(true, Ordering::SeqCst);
     }
@@ -79,20 +87,23 @@ impl Work {
     }
 }
 
-/// An error of a snapshot, commit or stream: the disk, the work, and the reason.
+/// An error of a snapshot, commit, stream or backup: the disk, the work, and the reason with its
+/// causes.
 #[derive(Debug, thiserror::Error)]
-#[error("disk \"{disk}\": {work}: {why}")]
+#[error("disk \"{disk}\": {work}: {}", with_causes(why))]
 pub struct WorkError {
     pub disk: String,
     pub work: &'static str,
     pub why: Box<Why>,
 }
 
-/// Why a snapshot, commit or stream failed.
+/// Why a snapshot, commit, stream or backup failed.
 #[derive(Debug, thiserror::Error)]
 pub enum Why {
-    #[error("another snapshot, commit, stream, resize or drain of this disk is under way")]
+    #[error("another snapshot, commit, stream, backup, resize or drain of this disk is under way")]
     Busy,
+    #[error("the disk is drained: resume it first (`ctl resume`)")]
+    Drained,
     #[error("the disk is being closed")]
     Ended,
     #[error("the operator cancelled it")]
@@ -104,11 +115,33 @@ pub enum Why {
     #[error("cannot keep it for the next start: {0}")]
     StartRecord(io::Error),
     #[error(transparent)]
+    Late(#[from] LateCopy),
+    #[error(transparent)]
     Quiesce(#[from] QuiesceError),
+    #[error(transparent)]
+    Path(#[from] PathError),
     #[error(transparent)]
     Image(#[from] ChainError),
     #[error(transparent)]
     Source(#[from] SourceError),
+}
+
+impl Why {
+    /// Returns why other work on a disk prevents this work.
+    fn busy(disk: &Disk) -> Self {
+        if disk.is_drained() { Why::Drained } else { Why::Busy }
+    }
+
+    /// Returns whether other work on the disk prevents this work. A drain is such work.
+    pub fn is_busy(&self) -> bool {
+        matches!(self, Why::Busy | Why::Drained)
+    }
+}
+
+/// Returns the text of an error and those of its causes.
+fn with_causes(why: &Why) -> String {
+    let causes = std::iter::successors(why.source(), |cause| (*cause).source());
+    causes.fold(why.to_string(), |text, cause| format!("{text}: {cause}"))
 }
 
 fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
@@ -126,17 +159,39 @@ fn check_open(source: &Source) -> Result<(), Why> {
     }
 }
 
+/// A kind of work on a disk.
+#[derive(Clone, Copy)]
+struct Kind {
+    name: &'static str,
+    /// Whether the work is impossible on a read-only disk.
+    is_for_writable: bool,
+}
+
+impl Kind {
+    /// Returns a kind of work that a read-only disk refuses.
+    const fn for_writable(name: &'static str) -> Self {
+        Kind { name, is_for_writable: true }
+    }
+
+    /// Returns a kind of work that only reads the disk.
+    const fn for_any(name: &'static str) -> Self {
+        Kind { name, is_for_writable: false }
+    }
+}
+
 impl Disk {
-    /// Runs a snapshot, commit or stream on this thread, with the disk's work lock held.
+    /// Runs a snapshot, commit, stream or other work on this thread, with the disk's work lock
+    /// held.
     fn work<F: Future<Output = Result<(), Why>> + 'static>(
         self: &Arc<Self>,
-        name: &'static str,
+        kind: Kind,
         work: impl FnOnce(Worker) -> F,
     ) -> Result<(), WorkError> {
+        let name = kind.name;
         let error = |why| WorkError { disk: self.name().into(), work: name, why: Box::new(why) };
         let _lock = self.begin_work().map_err(error)?;
         check_not_poisoned(self).map_err(error)?;
-        if self.options().read_only {
+        if kind.is_for_writable && self.options().read_only {
             return Err(error(Why::NotPossible("the disk is read-only".into())));
         }
         self.note_use();
@@ -154,7 +209,7 @@ impl Disk {
         let lock = match self.work.try_lock() {
             // [`Disk::end_work`] may hold the lock.
             Err(TryLockError::WouldBlock) if self.has_ended() => return Err(Why::Ended),
-            Err(TryLockError::WouldBlock) => return Err(Why::Busy),
+            Err(TryLockError::WouldBlock) => return Err(Why::busy(self)),
             Err(TryLockError::Poisoned(e)) => PoisonError::into_inner(e),
             Ok(lock) => lock,
         };
@@ -174,14 +229,18 @@ struct Worker {
 impl Worker {
     /// Returns the disk's chain of images.
     fn chain(&self) -> Result<Arc<Chain>, Why> {
-        self.chain_below(CrashSafety::default())
+        self.chain_below(CrashSafety::default(), Vec::new())
     }
 
-    /// Like `chain`. `crash_safety`: that of an overlay which is put on a raw image.
-    fn chain_below(&self, crash_safety: CrashSafety) -> Result<Arc<Chain>, Why> {
+    /// Like `chain`. `crash_safety` and `folders`: those of an overlay which is put on a raw image.
+    fn chain_below(
+        &self,
+        crash_safety: CrashSafety,
+        folders: Vec<PathBuf>,
+    ) -> Result<Arc<Chain>, Why> {
         match self.disk.source() {
             Source::Chain(chain) => Ok(chain),
-            Source::File(file) => Ok(Arc::new(Chain::of_raw(&file, crash_safety))),
+            Source::File(file) => Ok(Arc::new(Chain::of_raw(&file, crash_safety, folders))),
             source => {
                 check_open(&source)?;
                 Err(Why::NotPossible("the disk has no image".into()))

@@ -1,7 +1,7 @@
 //! Resize: grows the topmost image, a raw file or a qcow2 image, while guests use the disk.
 //!
-//! A raw file grows without a pause, by the descriptor that the disk has: its path may name another
-//! file by now. A qcow2 image:
+//! If the path of the image leads to another file by now, nothing grows: the later start would open
+//! that file. A raw file grows without a pause, by the descriptor that the disk has. A qcow2 image:
 //!
 //! ```text
 //!   flush ─► quiesce: flush, close the image ─► change the closed image ─► open it again ─► resume
@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use blockyard_image::{Chain, ChainError, ImageError, ImageFile, Raw};
 
-use super::{Why, WorkError, Worker};
+use super::{Kind, Why, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
 use crate::quiesced::QuiescedDisk;
@@ -24,12 +24,13 @@ impl Disk {
     /// Grows the topmost image to `size` bytes. The new part reads as zeroes. Guests see the new
     /// size after [`Disk::refresh_capacity`].
     pub fn grow(self: &Arc<Self>, size: u64) -> Result<(), WorkError> {
-        self.work("resize", move |worker| worker.grow(size))
+        self.work(Kind::for_writable("resize"), move |worker| worker.grow(size))
     }
 }
 
 impl Worker {
     async fn grow(self, size: u64) -> Result<(), Why> {
+        self.disk.source().top_paths().check()?;
         if let Source::File(file) = self.disk.source() {
             return self.grow_file(&file, size).await;
         }

@@ -2,6 +2,7 @@
 //! is.
 //!
 //! What must hold: every write that was answered before the snapshot is durable in the old image.
+//! The path that the overlay stores leads to the old image.
 //! Every later write goes to the overlay. A failure or a power cut leaves the old image complete,
 //! and at most an empty overlay. Before the first write to the overlay, the old image records which
 //! overlay is on it ([`GrownChain::record`]).
@@ -21,7 +22,7 @@ use blockyard_image::journal::CrashSafety;
 use blockyard_image::qcow2::CreateOptions;
 use blockyard_image::{Chain, GrownChain};
 
-use super::{Why, WorkError, Worker};
+use super::{Kind, Why, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
 use crate::quiesced::QuiescedDisk;
@@ -55,15 +56,18 @@ pub struct SnapshotOptions {
     /// How the changed metadata of an overlay on a raw image survive a death of the process. A
     /// chain of images keeps its own setting.
     pub crash_safety: CrashSafety,
+    /// Folders that may contain the backing files of an overlay on a raw image; empty: the folder
+    /// of the overlay. A chain of images keeps its own setting.
+    pub folders: Vec<PathBuf>,
     /// What a later start reads, if it shall name the overlay.
     pub start_record: Option<Arc<dyn StartRecord>>,
 }
 
 impl SnapshotOptions {
     pub fn new(overlay: impl Into<PathBuf>) -> Self {
-        let (shape, start_record, crash_safety) = Default::default();
+        let (shape, start_record, crash_safety, folders) = Default::default();
         let (overlay, unrecorded) = (overlay.into(), false);
-        SnapshotOptions { overlay, shape, unrecorded, crash_safety, start_record }
+        SnapshotOptions { overlay, shape, unrecorded, crash_safety, folders, start_record }
     }
 }
 
@@ -71,7 +75,7 @@ impl Disk {
     /// Takes a snapshot; see the module documentation. From now on, a start must name the overlay.
     pub fn snapshot(self: &Arc<Self>, options: &SnapshotOptions) -> Result<(), WorkError> {
         let (options, start_record) = (options.clone(), options.start_record.clone());
-        let taken = self.work("snapshot", |worker| worker.snapshot(options));
+        let taken = self.work(Kind::for_writable("snapshot"), |worker| worker.snapshot(options));
         start_record.iter().for_each(|record| record.ended(taken.is_ok()));
         taken
     }
@@ -79,8 +83,13 @@ impl Disk {
 
 impl Worker {
     async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
-        let old = self.chain_below(options.crash_safety.clone())?;
+        let old = self.chain_below(options.crash_safety.clone(), options.folders.clone())?;
+        // The overlay stores a path, and the disk's data are in the open file.
+        let paths = self.disk.source().paths();
+        paths.check()?;
         let mut new = old.grow(&self.handle, &options.overlay, options.shape.as_ref()).await?;
+        // The path may have changed while the overlay was made.
+        paths.check()?;
         let local_disk = self.local_disk(&self.disk.source())?;
         // A flush now leaves little for the flush during the quiesce.
         self.flush(&local_disk).await?;

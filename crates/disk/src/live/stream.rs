@@ -8,7 +8,7 @@ use std::sync::Arc;
 
 use blockyard_image::{ChainError, copy_up};
 
-use super::{Why, Work, WorkError, Worker};
+use super::{Kind, Why, Work, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
 use crate::quiesced::QuiesceError;
@@ -17,13 +17,18 @@ impl Disk {
     /// Streams the disk (the term of QEMU; others call it flatten); see the module documentation.
     pub fn stream(self: &Arc<Self>, work: &Work) -> Result<(), WorkError> {
         let work = work.clone();
-        self.work("stream", |worker| worker.stream(work))
+        self.work(Kind::for_writable("stream"), |worker| worker.stream(work))
     }
 }
 
 impl Worker {
     async fn stream(self, work: Work) -> Result<(), Why> {
         let chain = self.chain()?;
+        if let [alone] = chain.layers() {
+            let path = alone.file.path().display();
+            let what = format!("image {path} has no backing file: it has all data of the disk");
+            return Err(Why::NotPossible(what));
+        }
         let local_disk = self.local_disk(&self.disk.source())?;
         let image =
             chain.image(&self.handle).map_err(|e| Why::Quiesce(QuiesceError::Reactor(e)))?;

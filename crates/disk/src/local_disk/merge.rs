@@ -19,6 +19,7 @@ use std::task::Poll;
 use blockyard_ring::Segments;
 use blockyard_ring::probe;
 
+use super::admitting::Wanted;
 use super::{Attempt, LocalDisk};
 use crate::current_image::CurrentImage;
 use crate::request::{Finished, Op, Request, Token};
@@ -56,6 +57,16 @@ impl<T: Token> Run<T> {
         self.parts.first().is_some_and(Request::is_volatile)
     }
 
+    /// Returns the requests as one operation, which is charged for `charged` bytes. Returns None if
+    /// there are none. They lie in one run, but some of it may be missing.
+    pub(super) fn wanted(&self, charged: u64) -> Option<Wanted> {
+        let op = self.parts.first()?.op;
+        let offset = self.parts.iter().map(|part| part.offset).min()?;
+        let end = self.parts.iter().map(|part| part.offset.saturating_add(part.len)).max()?;
+        let requests = self.parts.len() as u32;
+        Some(Wanted { op, offset, len: end - offset, charged, requests })
+    }
+
     /// Returns all requests to their export unanswered.
     pub(super) fn withdraw(&mut self) {
         self.finished.extend(self.parts.drain(..).map(Request::withdraw));
@@ -71,8 +82,8 @@ impl<T: Token> Run<T> {
 /// both.
 #[inline]
 fn side_by_side<T: Token>(last: &Request<T>, next: &Request<T>) -> bool {
-    // An end beyond 64 bits wraps, but such requests are refused later.
-    last.offset.wrapping_add(last.len) == next.offset
+    // An end beyond 64 bits has no neighbour, because a run is one range.
+    last.offset.checked_add(last.len) == Some(next.offset)
         && last.op == next.op
         && matches!(last.op, Op::Read | Op::Write { .. })
 }
@@ -118,13 +129,11 @@ impl LocalDisk {
         probe::request_begin(probed);
         let resumed = self.pause.resumed();
         let good = run.parts.iter().all(|part| self.check(part).is_ok());
-        let len = if good { bytes } else { 0 };
-        let entered = match self.enter_now() {
+        let (charged, requests) = (if good { bytes } else { 0 }, run.parts.len() as u32);
+        let wanted = Wanted { op, offset, len: bytes, charged, requests };
+        let entered = match self.enter_now(&wanted) {
             Some(entered) => Some(entered),
-            None => {
-                let entering = self.enter_for(op, offset, len, run.parts.len() as u32);
-                first.unless_withdrawn(entering).await
-            }
+            None => first.unless_withdrawn(self.enter_for(&wanted)).await,
         };
         let Some(entered) = entered else {
             return run.withdraw();

@@ -25,7 +25,7 @@ impl LocalDisk {
         let local_disk = {
             let mut serving = disk.serving_state();
             disk.note_use();
-            let image = CurrentImage::open(handle, &serving.source, serving.dirty.clone())?;
+            let image = CurrentImage::open(handle, &serving.source, serving.tracker.clone())?;
             let local_disk = LocalDisk::with_image(disk.clone(), image, Some(handle.clone()));
             let remote = handle.remote();
             if !serving.reactors.iter().any(|r| r.is(&remote)) {

@@ -6,6 +6,7 @@
 
 use blockyard_ring::probe::{self, Probed};
 
+use super::admitting::Wanted;
 use super::merge::Run;
 use super::{Attempt, LocalDisk};
 use crate::request::{Finished, Request, Token};
@@ -33,7 +34,9 @@ impl LocalDisk {
                 self.attempt(request, probed).await
             } else {
                 // The queue drains, so the request must not wait for the throttle either.
-                let admitted = self.enter().await;
+                let Request { op, offset, len, .. } = request;
+                let wanted = Wanted { op, offset, len, charged: len, requests: 1 };
+                let admitted = self.enter_unlimited(&wanted).await;
                 let served = self.serve_in(&admitted.image, request, false);
                 admitted.image.measured(served, &admitted.file_io).await
             };
@@ -52,20 +55,21 @@ impl LocalDisk {
         mut resumed: u64,
         probed: Probed<'_>,
     ) {
-        while let Some(first) = run.parts.first() {
-            let (op, offset, count) = (first.op, first.offset, run.parts.len() as u32);
+        while let Some(wanted) = run.wanted(run.parts.iter().map(|part| part.len).sum()) {
             probe::request_paused(probed);
             let may_wait = || run.parts.iter().all(Request::may_wait);
-            let may_pause = self.wait_for_space(count.into(), resumed, may_wait).await;
+            let count = wanted.requests.into();
+            let may_pause = self.wait_for_space(count, resumed, may_wait).await;
             if !may_pause && run.parts.iter().all(Request::is_withdrawn) {
                 return run.withdraw();
             }
             resumed = self.pause.resumed();
-            let len = run.parts.iter().map(|part| part.len).sum();
-            let admitted = match may_pause {
-                true => self.enter_for(op, offset, len, count).await,
-                false => self.enter().await,
+            let admitted = match (may_pause, run.parts.first()) {
+                // All requests are of one queue, so they are withdrawn together.
+                (true, Some(first)) => first.unless_withdrawn(self.enter_for(&wanted)).await,
+                _ => Some(self.enter_unlimited(&wanted).await),
             };
+            let Some(admitted) = admitted else { return run.withdraw() };
             let served = self.serve_each(&admitted.image, run, may_pause);
             admitted.image.measured(served, &admitted.file_io).await;
         }

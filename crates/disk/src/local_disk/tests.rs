@@ -14,7 +14,7 @@ use blockyard_image::{Alignment, CacheMode, ImageFile, OpenOptions, Raw, Storage
 use blockyard_ring::Executor;
 use blockyard_storage::sim::{Fault, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimImage};
 
-use crate::DiskOptions;
+use crate::{DiskOptions, throttle};
 
 const CAPACITY: u64 = 64 << 10;
 

@@ -8,6 +8,7 @@ use std::thread::JoinHandle;
 use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::{Executor, Remote, Segments};
 
+use crate::dirty::DirtyMap;
 use crate::{DiskOptions, Op, OpKind, Request, Status, Token};
 
 const SIZE: u64 = 1 << 20;
@@ -173,7 +174,8 @@ fn all_reactors_use_the_exchanged_image() {
     on(&reactors[0], WRITE, 7).unwrap();
     assert_eq!(on(&reactors[1], Op::Read, 0), Some(7));
     let dirty = Arc::new(DirtyMap::new(SIZE));
-    disk.quiesce("a test").unwrap().exchange(&new, Some(&dirty)).unwrap();
+    let tracker = Tracker::Dirty(dirty.clone());
+    disk.quiesce("a test").unwrap().exchange(&new, Some(&tracker)).unwrap();
     let read: Vec<_> = reactors.iter().map(|r| on(r, Op::Read, 9)).collect();
     assert_eq!(read, [Some(0), Some(0)], "both reactors read the new image");
     assert_eq!(dirty.bytes(), 0);

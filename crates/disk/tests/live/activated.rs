@@ -3,8 +3,8 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use blockyard_disk::{Disk, DiskOptions, Source};
-use blockyard_image::{CacheMode, ChainOptions};
+use blockyard_disk::{BackupOptions, Disk, DiskOptions, Source, Work};
+use blockyard_image::{CacheMode, ChainOptions, Format};
 
 use crate::load::{Reactor, WRITE, ask};
 use crate::peer::{Scratch, random};
@@ -54,13 +54,19 @@ fn the_writes_of_a_disk_that_ignores_flushes_are_durable_when_it_is_inactive() {
     assert_eq!(disk.flushes().syncs, 1);
 }
 
-/// An inactive disk has no writes that a drain could make durable, and no requests to hold.
+/// An inactive disk has no writes that a drain could make durable, and no requests to hold. Its
+/// image may be in use on another host, so no backup of it is the disk at one moment.
 #[test]
-fn a_drain_of_an_inactive_disk_is_refused_and_changes_nothing() {
+fn a_drain_or_backup_of_an_inactive_disk_is_refused_and_changes_nothing() {
     let scratch = Scratch::new("inactive-drain");
     let (disk, _) = inactive(&scratch);
-    let error = disk.drain(Duration::from_secs(60)).unwrap_err().to_string();
-    assert!(error.contains("no guest runs"), "{error}");
+    let copy = BackupOptions::new(scratch.path("copy.raw"), Format::Raw);
+    let drained = disk.drain(Duration::from_secs(60));
+    for refused in [drained, disk.backup(&copy, &Work::default())] {
+        let error = refused.unwrap_err().to_string();
+        assert!(error.contains("no guest runs"), "{error}");
+    }
+    assert!(!copy.target.exists());
     assert_eq!(disk.poisoned(), None);
     disk.activate(|| true).unwrap();
     assert!(!disk.is_inactive());

@@ -293,7 +293,9 @@ fn admit(shared: &Arc<Shared>, reactors: &Weak<Reactors>, entrance: Entrance) ->
             shared.log.warn(
                 &shared.address,
                 None,
-                format_args!("{many} clients are connected: others wait until one disconnects"),
+                format_args!(
+                    "the most clients ({many}) are connected: others wait until one leaves"
+                ),
             );
             entrance.keep_shut();
             return Ok(());

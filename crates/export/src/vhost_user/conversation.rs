@@ -11,6 +11,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::time::SystemTime;
 
+use blockyard_disk::KnownFiles;
 use rustix::event::EventfdFlags;
 use vhost::vhost_user::message::FrontendReq;
 use vhost::vhost_user::{BackendReqHandler, Error};
@@ -155,7 +156,8 @@ impl Conversation {
         let listener = waiting.listener();
         let is_stopped = || export.stop.load(Ordering::SeqCst);
         let alarm = lock(&self.messages.session).alarm.clone();
-        let is_over = || is_stopped() || alarm.is_raised();
+        let new_images = &export.has_new_images;
+        let is_over = || is_stopped() || alarm.is_raised() || new_images.load(Ordering::SeqCst);
         let keeping = (self.process, self.since);
         let keep = |messages: &Messages| messages.keep(export, listener, keeping);
         keep(&self.messages);
@@ -169,6 +171,12 @@ impl Conversation {
             }
             if is_stopped() {
                 break Ok(());
+            }
+            if new_images.swap(false, Ordering::SeqCst) {
+                // After the flag is cleared, and before the next look at the reasons to wake.
+                let _ = rustix::io::read(wake, &mut [0; 8]);
+                keep(&self.messages);
+                continue;
             }
             match self.messages.next(keep) {
                 Ok(true) if lock(&self.messages.session).ends => {
@@ -212,6 +220,7 @@ pub struct Messages {
     handler: BackendReqHandler<Mutex<Session>>,
     inner: UnixStream,
     kept: Mutex<Kept>,
+    images: Mutex<KnownFiles>,
 }
 
 impl Messages {
@@ -220,7 +229,8 @@ impl Messages {
         let session = Arc::new(Mutex::new(session));
         let (inner, outer) = pair;
         let handler = BackendReqHandler::from_stream(outer, session.clone());
-        Messages { stream, session, handler, inner, kept: Mutex::default() }
+        let (kept, images) = Default::default();
+        Messages { stream, session, handler, inner, kept, images }
     }
 
     /// Keeps the session at the holder, if there is one.
@@ -233,7 +243,8 @@ impl Messages {
         if !keeper::is_on() {
             return;
         }
-        let session = lock(&self.session);
+        let mut session = lock(&self.session);
+        session.state.images = lock(&self.images).of(&export.device.disk.source());
         let present = Present { stream: &self.stream, process, since, state: &session.state };
         let parcel = handed::pack_with_sources(listener, Some(present), &VecDeque::new());
         export.keep(parcel, &mut lock(&self.kept));

@@ -12,6 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use blockyard_disk::{Disk, ImageFiles};
 use blockyard_ring::parcel::Parcel;
 use serde::{Deserialize, Serialize};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
@@ -80,6 +81,9 @@ struct WireServed {
     log_event: Option<usize>,
     back_channel: Option<WireChannel>,
     vrings: Vec<WireVring>,
+    /// Earlier servers do not know it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    images: Option<ImageFiles>,
 }
 
 #[derive(Serialize, Deserialize)]
@@ -227,6 +231,7 @@ fn pack_served(served: &Present<'_>, fds: &mut Packed) -> io::Result<WireServed>
         log_event,
         back_channel,
         vrings,
+        images: state.images.clone(),
     })
 }
 
@@ -268,6 +273,26 @@ impl HandedSocket {
         Ok(handed)
     }
 
+    /// Returns whether a parcel has a session with rings that run.
+    pub fn runs_rings(parcel: &Parcel) -> bool {
+        let served = serde_json::from_slice(&parcel.bytes).ok().and_then(|wire: Wire| wire.served);
+        served.is_some_and(|served| served.vrings.iter().any(|vring| vring.started))
+    }
+
+    /// Returns an error if the disk's images are other files than those that the session has used.
+    pub(super) fn check_images(&self, disk: &Disk) -> io::Result<()> {
+        let earlier = self.served.as_ref().and_then(|served| served.state.images.as_ref());
+        let Some(earlier) = earlier.filter(|_| !disk.is_inactive()) else { return Ok(()) };
+        let present = ImageFiles::of(&disk.source()).unwrap_or_default();
+        if present.may_continue(earlier) {
+            return Ok(());
+        }
+        Err(io::Error::other(
+            "the images are other files than those that the front end has used: put these back, \
+             and reload; or remove the disk, which disconnects the front end",
+        ))
+    }
+
     /// Returns the number of the session's rings, or `None` if no front end is connected.
     pub fn queues(&self) -> Option<usize> {
         self.served.as_ref().map(|served| served.state.vrings.len())
@@ -299,6 +324,7 @@ fn unpack_served(wire: WireServed, fds: &mut Unpacked, before: Before) -> io::Re
         state.log = Some(LogFile { file: fds.take(file)?, offset, len });
     }
     state.log_event = fds.take_some(wire.log_event)?;
+    state.images = wire.images;
     if let Some(WireChannel { socket, acknowledged, owed, begun }) = wire.back_channel {
         let owed = Owed { socket: fds.take(socket)?, acknowledged, owed, begun };
         state.back_channel = Some(Arc::new(BackChannel::continued(owed)));

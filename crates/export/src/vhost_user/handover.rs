@@ -47,6 +47,7 @@ impl VhostUser {
                 shape.queues
             )));
         }
+        handed.check_images(&disk)?;
         let export = Shared::new(disk, shape, tuning, reactors)?;
         let HandedSocket { listener, served, waiting } = handed;
         let (next, acceptor) = (export.clone(), export.reactors.acceptor()?);

@@ -54,7 +54,7 @@ impl Session {
         }
         match self.device.disk.deactivate() {
             Ok(()) => Ok(()),
-            Err(WorkError { why, .. }) if matches!(*why, Why::Busy | Why::Ended) => {
+            Err(WorkError { why, .. }) if why.is_busy() || matches!(*why, Why::Ended) => {
                 let what = format_args!("the image stays open and locked: {why}");
                 self.device.log.warn(self.device.disk.name(), None, what);
                 Ok(())

@@ -67,7 +67,7 @@ pub mod parts {
 
 use crate::acceptor::{Entrance, Registration};
 use crate::export::{BY_OPERATOR, Obstacle, STOP_TIME};
-use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody};
+use crate::{Client, Export, Handed, Listener, PollMode, Reactors, custody, keeper};
 use channel::BackChannel;
 use conversation::{Conversation, Disconnect, Leaving};
 use device::DeviceState;
@@ -118,6 +118,8 @@ pub struct Shared {
     /// What the thread has released for the other server.
     released: Mutex<Option<io::Result<Parcel>>>,
     threads: Threads,
+    /// The images of the disk have changed since the session was kept for the next server.
+    has_new_images: AtomicBool,
     /// Number of current waits of the session for reactors or storage. The front end cannot prolong
     /// such a wait.
     own_waits: AtomicU32,
@@ -266,6 +268,13 @@ impl Export for VhostUser {
         handover::hand_over(self)
     }
 
+    fn keep_images(&mut self) {
+        if keeper::is_on() {
+            self.export.has_new_images.store(true, Ordering::SeqCst);
+            lock(&self.export.connection).iter().for_each(|connection| ring(&connection.wake));
+        }
+    }
+
     fn clients(&self) -> Vec<Client> {
         lock(&self.export.connection).iter().map(|connection| connection.client.clone()).collect()
     }
@@ -340,6 +349,7 @@ impl Shared {
             handing_over: AtomicBool::new(false),
             released: Mutex::new(None),
             threads: Threads::default(),
+            has_new_images: AtomicBool::new(false),
             own_waits: AtomicU32::new(0),
         }))
     }

@@ -9,6 +9,7 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
+use blockyard_disk::ImageFiles;
 use blockyard_ring::log_covers;
 use vhost::vhost_user::message::{
     VhostUserInflight, VhostUserProtocolFeatures, VhostUserVringAddrFlags,
@@ -41,6 +42,8 @@ pub struct SessionState {
     /// on it. The threads that send these messages share it.
     pub back_channel: Option<Arc<BackChannel>>,
     pub vrings: Vec<Vring>,
+    /// The files of the disk's images, as far as they were kept for the next server.
+    pub images: Option<ImageFiles>,
 }
 
 /// A region of the memory table.
@@ -258,6 +261,7 @@ impl SessionState {
             log_event: None,
             back_channel: None,
             vrings: (0..queues).map(|_| Vring::default()).collect(),
+            images: None,
         }
     }
 

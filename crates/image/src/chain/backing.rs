@@ -28,7 +28,7 @@ use crate::layers::meta::Meta;
 use crate::qcow2::{self, Header, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 use crate::tools::session_of;
-use blockyard_storage::{ImageFile, OpenError};
+use blockyard_storage::{ImageFile, OpenError, OpenOptions, Overlaid};
 
 const TOP: &str = "overlay to be committed";
 const BACKING: &str = "backing image to be committed into";
@@ -116,6 +116,20 @@ impl Chain {
             Meta::Qcow2(_) => {}
             _ => return refuse("only a qcow2 image can be committed while it is in use"),
         }
+        if let Some(fd) = backing.file.fd() {
+            // Other overlays of the image would change. Such an overlay may be in no use now.
+            let overlaid = Overlaid::Below(vec![top.file.path().into()]);
+            let open = OpenOptions::new(backing.file.path(), true, self.options.cache);
+            match (OpenOptions { overlaid, ..open }).check_record(&**fd) {
+                Err(OpenError::Overlaid { overlay, .. }) => {
+                    return refuse(&format!(
+                        "its backing image belongs to overlay {}: use stream",
+                        overlay.display()
+                    ));
+                }
+                checked => checked?,
+            }
+        }
         if backing.sharing.as_ref().is_some_and(|sharing| !sharing.take_out()) {
             return Err(ChainError::Open(OpenError::Locked {
                 path: backing.file.path().into(),
@@ -151,7 +165,10 @@ impl Chain {
                 writable.chain.size(),
                 self.size()
             );
-            return refuse(&format!("{what}: enlarge it first (blockyard image resize)"));
+            return refuse(&format!(
+                "{what}: use stream; or end the disk, and run blockyard image commit, which \
+                 enlarges the backing image"
+            ));
         }
         Ok(writable)
     }

@@ -10,6 +10,7 @@
 //!   cache_shares   memory for L2 tables
 //!   shared         backing images that several chains have in common
 //!   overlay        a new image on top
+//!   abandoned      overlays with a backing file that was written to without them
 //!   backing        the backing image, opened for writing
 //! ```
 //!
@@ -19,6 +20,7 @@
 //! Invariants: a format is given or derived from the file's name, never probed. No file outside the
 //! folders is opened, whatever an image names. A chain has a bounded length.
 
+mod abandoned;
 mod backing;
 mod cache_shares;
 mod error;
@@ -27,7 +29,7 @@ mod member;
 mod names;
 mod open;
 mod options;
-mod overlay;
+pub(crate) mod overlay;
 mod shared;
 #[cfg(test)]
 mod tests;
@@ -37,6 +39,7 @@ pub use error::ChainError;
 pub use left::LeftImage;
 pub use member::ChainLayer;
 pub(crate) use member::shared_layers;
+pub(crate) use names::Allowed;
 pub use names::{MAX_DEPTH, names_a_path};
 pub use open::{Chain, Opener};
 pub use options::{ChainOptions, OpenedFiles};

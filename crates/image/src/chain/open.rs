@@ -131,6 +131,7 @@ impl Chain {
                 break;
             }
         }
+        chain.check_abandoned()?;
         cache_shares::apply(&chain.layers, chain.options.l2_cache);
         if chain.options.prime && chain.options.left.is_none() {
             let image = chain.image(handle).map_err(ChainError::Executor)?;

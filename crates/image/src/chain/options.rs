@@ -56,6 +56,9 @@ pub struct ChainOptions {
     /// What to do if the topmost image's file carries the record that an overlay uses it as backing
     /// file.
     pub overlaid: Overlaid,
+    /// Whether a chain that is only read may contain an overlay that was abandoned. Opening it
+    /// logs a warning.
+    pub reads_abandoned: bool,
     /// Backing images that this chain has in common with others. None: it opens all of its images.
     pub shared: Option<SharedImages>,
     /// Records operations on the images' files, for simulated power cuts.
@@ -93,6 +96,7 @@ impl ChainOptions {
             accept_changed_backing: false,
             nbd: nbd::Options::default(),
             overlaid: Overlaid::default(),
+            reads_abandoned: false,
             shared: None,
             journal: None,
             crash_safety: CrashSafety::default(),
@@ -100,6 +104,13 @@ impl ChainOptions {
             given: None,
             files: OpenedFiles::default(),
         }
+    }
+}
+
+impl ChainOptions {
+    /// Returns whether a chain with these options may contain an overlay that was abandoned.
+    pub(super) fn may_show_abandoned(&self) -> bool {
+        self.reads_abandoned && self.read_only && !self.only_locked && self.commit_into.is_none()
     }
 }
 

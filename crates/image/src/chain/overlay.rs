@@ -16,7 +16,7 @@ use std::sync::Arc;
 
 use blockyard_ring::{Handle, sandbox};
 use blockyard_storage::file::access::PRIVATE;
-use blockyard_storage::{ImageFile, OpenOptions};
+use blockyard_storage::{FileId, ImageFile, OpenOptions, Overlaid, scheme_of};
 
 use super::cache_shares;
 use super::error::ChainError;
@@ -31,7 +31,7 @@ use crate::layers::meta::Meta;
 use crate::qcow2::{self, CreateOptions, Header, Preallocation, Qcow2, Qcow2Options};
 use crate::raw::Raw;
 
-const OVERLAY: &str = "new overlay";
+pub(crate) const OVERLAY: &str = "new overlay";
 
 /// A chain with a new overlay, not yet in use.
 pub struct GrownChain {
@@ -122,14 +122,20 @@ impl GrownChain {
 }
 
 impl Chain {
-    /// Returns a chain of one raw image. `crash_safety`: that of an overlay which is put on it.
-    pub fn of_raw(file: &Arc<ImageFile>, crash_safety: CrashSafety) -> Chain {
+    /// Returns a chain of one raw image. `crash_safety` and `folders`: those of an overlay which is
+    /// put on it.
+    pub fn of_raw(
+        file: &Arc<ImageFile>,
+        crash_safety: CrashSafety,
+        folders: Vec<PathBuf>,
+    ) -> Chain {
         let options = ChainOptions {
             format: Some(Format::Raw),
             read_only: file.read_only(),
             cache: file.cache(),
             journal: file.journal().cloned(),
             crash_safety,
+            folders,
             ..ChainOptions::new(file.path())
         };
         let layer = ChainLayer {
@@ -158,8 +164,13 @@ impl Chain {
                 format!("the chain has {MAX_DEPTH} images already"),
             )));
         }
-        let options =
-            ChainOptions { path: path.into(), format: Some(Format::Qcow2), ..self.options.clone() };
+        let options = ChainOptions {
+            path: path.into(),
+            format: Some(Format::Qcow2),
+            // What the operator has abandoned was an overlay of the old image.
+            overlaid: Overlaid::default(),
+            ..self.options.clone()
+        };
         let backing = self.name_for(&options).map_err(wrong)?;
         let create = self.plan(shape, backing).map_err(wrong)?;
         let (file, unfinished) = new_file(&options, &self.top().file)?;
@@ -197,59 +208,14 @@ impl Chain {
     /// chain lies outside the overlay's allowed folders.
     fn name_for(&self, options: &ChainOptions) -> Result<String, ImageError> {
         let allowed = Allowed::by(options);
-        let real = |path: &Path| {
-            std::fs::canonicalize(path).map_err(|e| {
-                ImageError::refused(OVERLAY, format!("its backing file {}: {e}", path.display()))
-            })
-        };
         for layer in &self.layers {
             for file in [Some(&layer.file), layer.data.as_ref()].into_iter().flatten() {
-                let (path, is_allowed) = match file.opened() {
-                    Some(opened) => (file.path().into(), allowed.permit(&opened.name()).is_some()),
-                    None => {
-                        let path = real(file.path())?;
-                        let is_allowed =
-                            allowed.folders.iter().any(|folder| path.starts_with(folder));
-                        (path, is_allowed)
-                    }
-                };
-                if !is_allowed {
-                    return Err(ImageError::refused(OVERLAY, self.outside(&path)));
+                if let Some(path) = outside_of(&allowed, file)? {
+                    return Err(ImageError::refused(OVERLAY, outside(file, &path)));
                 }
             }
         }
-        if let Some(opened) = self.top().file.opened() {
-            return Ok(opened.name());
-        }
-        let top = real(self.top().file.path())?;
-        let beside = std::fs::canonicalize(folder(&options.path)).ok().as_deref() == top.parent();
-        let name =
-            if beside { top.file_name().map(PathBuf::from).unwrap_or_default() } else { top };
-        let name = name
-            .to_str()
-            .ok_or_else(|| ImageError::refused(OVERLAY, "its backing file's name is not UTF-8"))?;
-        // A name with a colon would be parsed as a protocol.
-        Ok(if name.contains(':') && !name.starts_with('/') {
-            format!("./{name}")
-        } else {
-            name.into()
-        })
-    }
-
-    /// Says what to do about an overlay that may not name a file.
-    fn outside(&self, path: &Path) -> String {
-        let (file, folder) = (path.display(), folder(path).display());
-        let what = format!(
-            "its backing file {file} lies outside the allowed folders: put the overlay beside it, \
-             into {folder}"
-        );
-        match self.top().format {
-            // A raw image names no files, so its disk has no such folders.
-            Format::Raw => what,
-            _ => format!(
-                "{what}, or allow that folder (key backing-folders of the disk, --backing-folder)"
-            ),
-        }
+        stored_name(&self.top().file, &options.path)
     }
 
     fn plan(
@@ -326,10 +292,82 @@ fn new_file(
     Ok((Arc::new(ImageFile::open(&open)?), unfinished))
 }
 
-fn folder(path: &Path) -> &Path {
+/// Returns the path of a file if an overlay may not name it.
+pub(crate) fn outside_of(
+    allowed: &Allowed,
+    file: &ImageFile,
+) -> Result<Option<PathBuf>, ImageError> {
+    if let Some(opened) = file.opened() {
+        let is_allowed = allowed.permit(&opened.name()).is_some();
+        return Ok((!is_allowed).then(|| file.path().into()));
+    }
+    let path = real(file.path())?;
+    let is_allowed = allowed.folders.iter().any(|folder| path.starts_with(folder));
+    Ok((!is_allowed).then_some(path))
+}
+
+/// Says what to do about an overlay that may not name `file`, which is at `path`.
+fn outside(file: &ImageFile, path: &Path) -> String {
+    const KEY: &str = "key backing-folders of the disk, --backing-folder";
+    let place = path.display();
+    if let Some((scheme, name)) = scheme_of(path) {
+        return match scheme.normalize(name) {
+            Ok(_) => format!(
+                "its backing file {place} lies on a server that is not allowed: allow {} ({KEY})",
+                scheme.allowance(name)
+            ),
+            Err(e) => format!("its backing file would be {place}: {e}"),
+        };
+    }
+    if file.opened().is_some() {
+        return format!("its backing file would be {place}, which no image can name");
+    }
+    let what = format!("its backing file {place} lies outside the allowed folders");
+    // A file beside a device is gone after the next start of the host.
+    if file.is_device() {
+        return format!("{what}: allow a folder that contains it ({KEY})");
+    }
+    let folder = folder(path).display();
+    format!("{what}: put the overlay beside it, into {folder}, or allow that folder ({KEY})")
+}
+
+/// Returns the name of the image `base` as an overlay at `path` stores it.
+pub(crate) fn stored_name(base: &ImageFile, path: &Path) -> Result<String, ImageError> {
+    if let Some(opened) = base.opened() {
+        return Ok(opened.name());
+    }
+    let base = named(base)?;
+    let beside = std::fs::canonicalize(folder(path)).ok().as_deref() == base.parent();
+    let name = if beside { base.file_name().map(PathBuf::from).unwrap_or_default() } else { base };
+    let name = name
+        .to_str()
+        .ok_or_else(|| ImageError::refused(OVERLAY, "its backing file's name is not UTF-8"))?;
+    // A name with a colon would be parsed as a protocol.
+    Ok(if name.contains(':') && !name.starts_with('/') { format!("./{name}") } else { name.into() })
+}
+
+/// Returns the absolute path of an image, for an overlay. The link to a device names it better than
+/// the device's own name, which may be that of another one after the next start of the host.
+fn named(base: &ImageFile) -> Result<PathBuf, ImageError> {
+    if base.is_device()
+        && let Ok(path) = std::path::absolute(base.path())
+        && FileId::of_path(&path).ok() == base.id()
+    {
+        return Ok(path);
+    }
+    real(base.path())
+}
+
+fn real(path: &Path) -> Result<PathBuf, ImageError> {
+    std::fs::canonicalize(path).map_err(|e| {
+        ImageError::refused(OVERLAY, format!("its backing file {}: {e}", path.display()))
+    })
+}
+
+pub(crate) fn folder(path: &Path) -> &Path {
     path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
 }
 
-fn sync_folder(path: &Path) -> io::Result<()> {
+pub(crate) fn sync_folder(path: &Path) -> io::Result<()> {
     File::open(folder(path))?.sync_all()
 }

@@ -5,6 +5,8 @@
 //!   disk       a chain with its name, for errors
 //!   file       opens one image by itself
 //!   create     creates images
+//!   unnamed    a new image that has no name until it is complete
+//!   overlay    creates an overlay of an image that is still in use
 //!   inspect    lists, measures, compares
 //!   copy       copies ranges of disks to another disk
 //!   change     changes the size or the backing file; commits
@@ -22,12 +24,15 @@ mod disk;
 mod file;
 mod inspect;
 mod journal;
+mod overlay;
 mod reactors;
+mod unnamed;
 
 pub use crate::copying::sweep::Progress;
 pub use change::commit::{commit, make_empty};
 pub use change::rebase::{NewBacking, RebaseOptions, rebase, set_backing};
 pub use change::resize::{NewSize, resize};
+pub use copy::backup::{BackupCopy, BackupTarget, Lookup};
 pub use copy::convert::{ConvertOptions, convert};
 pub use copy::source::{Part, size_of};
 pub use create::{NewImage, create};
@@ -39,4 +44,5 @@ pub use inspect::map::map;
 pub use inspect::measure::{Measure, measure};
 pub(crate) use journal::session_of;
 pub use journal::{Pending, apply_journal, apply_journal_of, discard_journal, pending_journal};
+pub use overlay::{NewOverlay, OverlayBase};
 pub use reactors::on_reactor;

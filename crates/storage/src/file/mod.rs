@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!   lock     the lock of an image file, and how long a start waits for it
-//!   record   which overlay a live snapshot has put on a file
+//!   record   which overlay a live snapshot has put on a file, and which overlay was abandoned
 //!   id       the identity of a file, whatever its name
 //!   access   the users that may use a new file
 //! ```
@@ -31,6 +31,7 @@ pub mod lock;
 pub(crate) mod record;
 
 pub use id::FileId;
+pub use record::{ABANDONED, Abandoned};
 
 /// A file or block device on one reactor.
 #[derive(Clone)]
@@ -209,7 +210,7 @@ impl OpenOptions {
 
     /// Returns an error if a live snapshot has put an overlay on the file and this open may not
     /// write to the file beneath the overlay.
-    pub(crate) fn check_record(&self, fd: &OwnedFd) -> Result<(), OpenError> {
+    pub fn check_record(&self, fd: &impl AsFd) -> Result<(), OpenError> {
         let path = self.path.clone();
         let failed =
             |operation| move |source| OpenError::Io { path: self.path.clone(), operation, source };
@@ -217,12 +218,18 @@ impl OpenOptions {
         let Some(overlay) = read else { return Ok(()) };
         match &self.overlaid {
             Overlaid::Abandon => {
+                // Without the record nothing else tells that the overlay fits this image no more.
+                let marked = record::mark_abandoned(&overlay, fd, &path);
                 record::remove(fd).map_err(failed("removing the record of its overlay"))?;
-                tracing::warn!(
-                    "image {}: overlay {} is abandoned",
-                    path.display(),
-                    overlay.display()
-                );
+                let (image, overlay) = (path.display(), overlay.to_string_lossy());
+                let overlay = overlay.escape_debug();
+                match marked {
+                    Ok(()) => tracing::warn!("image {image}: overlay {overlay} is abandoned"),
+                    Err(e) => tracing::warn!(
+                        "image {image}: overlay {overlay} is abandoned, and cannot be marked so \
+                         ({e}): never serve it again, because its data do not fit the image"
+                    ),
+                }
                 Ok(())
             }
             Overlaid::Below(overlays)

@@ -187,11 +187,6 @@ impl Oracle {
         }
     }
 
-    /// Records the end of a flush that promises nothing for other writes: that of a durable write.
-    pub fn flush_withdrawn(&mut self, token: FlushToken) {
-        self.flushes.retain(|&start| start != token.0);
-    }
-
     /// Records that a read starts.
     pub fn read_started(&mut self) -> ReadToken {
         let now = self.tick();
@@ -217,11 +212,6 @@ impl Oracle {
     /// Records the end of a read with data that mean nothing.
     pub fn read_withdrawn(&mut self, token: ReadToken) {
         self.reads.retain(|&start| start != token.0);
-    }
-
-    /// Returns whether a flush has started and was not answered.
-    pub fn is_flushing(&self) -> bool {
-        !self.flushes.is_empty()
     }
 
     /// Like [`Oracle::check_read`], for a read without concurrent operations.

@@ -9,6 +9,7 @@ use std::path::Path;
 
 use anyhow::{Context, bail};
 use blockyard_image::{FileId, ImageFile};
+use blockyard_storage::file::ABANDONED;
 use rustix::fs::{Gid, Mode, Uid, XattrFlags};
 
 /// The access control list. The group bits of the mode are its mask, so the mode alone would give
@@ -32,6 +33,10 @@ pub fn copy(path: &Path, replaced: &ImageFile, new: impl AsFd) -> anyhow::Result
     let _ = rustix::fs::fremovexattr(&new, ACL);
     rustix::fs::fchmod(&new, Mode::from_raw_mode(stat.mode() & 0o777))?;
     for name in names(&old).unwrap_or_default() {
+        // The mark is about the data of the old file.
+        if name == ABANDONED {
+            continue;
+        }
         match copy_one(&old, &new, &name) {
             Ok(()) => {}
             Err(e) if name == ACL => return Err(e).context("copying its access control list"),

@@ -183,9 +183,10 @@ async fn hold_the_end(
         |what: &'static str| move |e| wrong(ImageError::io("qcow2 last cluster", None, what, e));
     let header = Header::read(&file).await.map_err(wrong)?;
     let end = chain.size();
-    if let Some(why) = chain.cut()
-        && !end.is_multiple_of(header.cluster_size())
-    {
+    if end.is_multiple_of(header.cluster_size()) {
+        return Ok(());
+    }
+    if let Some(why) = chain.cut() {
         // The rest of the last cluster may have to be copied from the backing file.
         return Err(wrong(ImageError::refused(
             "qcow2 last cluster",
@@ -197,7 +198,7 @@ async fn hold_the_end(
         .map_err(io("opening the backing images"))?
         .into_layers();
     let last = layers[0].lookup(end - SECTOR, SECTOR).await.map_err(io("finding"))?;
-    if end.is_multiple_of(header.cluster_size()) || last.place != Place::Absent {
+    if last.place != Place::Absent {
         return Ok(());
     }
     let top = Qcow2::open(header, file, data, &keeping()).await.map_err(wrong)?;

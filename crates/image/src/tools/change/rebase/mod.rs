@@ -290,7 +290,8 @@ pub enum NewBacking {
     },
 }
 
-/// Stores another backing file's name in a closed image of that format. Durable on return.
+/// Stores another backing file's name in a closed image of that format, and removes the mark of an
+/// abandoned overlay. Durable on return.
 pub fn set_backing(file: &Arc<ImageFile>, backing: NewBacking) -> Result<(), ChainError> {
     let file = file.clone();
     on_reactor(|handle| async move {
@@ -305,7 +306,11 @@ pub fn set_backing(file: &Arc<ImageFile>, backing: NewBacking) -> Result<(), Cha
                 of_qcow2(&raw, Some((name, &format.to_string()))).await
             }
         };
-        named.map_err(|error| of_file(&file, error))
+        named.map_err(|error| of_file(&file, error))?;
+        file.remove_abandoned_mark().map_err(|e| {
+            let what = "removing the mark of an abandoned overlay";
+            of_file(&file, ImageError::io("overlay", None, what, e))
+        })
     })
 }
 
