@@ -11,7 +11,7 @@ use serde_json::{Map, Value};
 
 use crate::problem::{Kind, Problem};
 
-/// A JSON object whose keys the server parses itself: those of a `[[disk]]` table.
+/// A JSON object with the keys of a `[[disk]]` table. The server parses them itself.
 pub type Object = Map<String, Value>;
 
 /// The keys of a disk.

@@ -47,8 +47,8 @@ impl Host {
         daemon
     }
 
-    /// Starts a server whose state folder is unusable, because each user can write to it. The
-    /// kernel may still have the lock of a killed server.
+    /// Starts a server with an unusable state folder: each user can write to it. The kernel may
+    /// still have the lock of a killed server.
     fn start_without_journals(&self, unusable: &StateFolder) -> Daemon {
         std::fs::create_dir(unusable.path()).unwrap();
         let everybody = std::fs::Permissions::from_mode(0o777);

@@ -27,7 +27,7 @@
 //!   load         queues on reactors, filters, statistics
 //!   remote       images on an NBD server that dies and comes back
 //!   second       a front end that connects while another one is connected
-//!   moved        images whose paths lead to another file while they are open
+//!   moved        open images with paths that lead to another file
 //!   bench        `blockyard bench` executes another program
 //!   signals      front ends that make signals slow
 //!   early_signals        SIGHUP and SIGTERM before a server is ready

@@ -1,5 +1,4 @@
-//! Images whose paths lead to another file while a server has them open, and disks that cannot be
-//! opened again.
+//! Open images with paths that lead to another file, and disks that cannot be opened again.
 
 use std::fs::File;
 use std::os::unix::fs::symlink;
@@ -95,7 +94,7 @@ impl Disks {
 }
 
 #[test]
-fn a_disk_whose_path_leads_to_another_file_is_neither_changed_nor_opened_again() {
+fn a_disk_with_a_path_to_another_file_is_neither_changed_nor_opened_again() {
     let disks = Disks::new("");
     let daemon = disks.serve();
     let mut guest = disks.guest("a");

@@ -165,7 +165,7 @@ impl Worker {
     /// Copies all parts of the map. The reads do not count for the disk's share and limits, as
     /// those of a stream do not: a request that waits for a copy must not also wait for the share.
     async fn copy_all(&self, copy: &BackupCopy, map: &CopyMap, work: &Work) -> Result<(), Why> {
-        // An operator who sees the size knows that the moment of the backup is past.
+        // Jobs show the size only from now on: it says that the moment of the backup is past.
         copy.expect(map.size());
         let failed = RefCell::new(None::<Why>);
         let copies = (0..COPIES).map(|_| async {

@@ -1,6 +1,6 @@
 //! Overlays that were abandoned: their backing file was opened for writing without them.
 //!
-//! In: a chain whose images are open. Out: an error, or a warning for commands that only read. What
+//! In: a chain with its images open. Out: an error, or a warning for commands that only read. What
 //! must hold: no disk shows an overlay over a backing file that has changed beneath it, unless the
 //! operator has named the backing file again (`image rebase`).
 

@@ -3,7 +3,7 @@ use crate::journal::{Key, Recovered};
 
 const SESSION: Session = Session { number: 7, boot: 9 };
 
-/// A log in memory whose file cannot grow, as on a full tmpfs: it is open for reading only.
+/// A log in memory. Its file cannot grow, as on a full tmpfs: it is open for reading only.
 fn full() -> Log {
     let words = Arc::new(SharedWords::anonymous(TOTAL).unwrap());
     Log::over(words, Some(File::open("/dev/null").unwrap()), SESSION)
