@@ -144,10 +144,11 @@ impl Reactor {
                 Err(e) => return drop(sender.send(Err(e))),
             };
             sandbox::confine(Kind::Reactor);
+            // Dropped before the executor, which waits for its operations.
+            let _ends = EndsTheProcess;
             let _ = sender.send(Ok((executor.remote(), executor.handle().pulse().clone())));
             if let Err(e) = executor.run() {
-                // The reactor's disks cannot be served any more. In a server, a panic ends the
-                // process.
+                // The reactor's disks cannot be served any more.
                 panic!("io_uring_enter failed: {e}");
             }
         };
@@ -163,6 +164,19 @@ impl Reactor {
 
 fn name(number: usize) -> String {
     format!("reactor-{number}")
+}
+
+/// Ends the process if its thread panics. If only the thread ended, the guests of its disks would
+/// wait forever for their answers, and closes of these disks, too. The panic hook has printed the
+/// reason.
+struct EndsTheProcess;
+
+impl Drop for EndsTheProcess {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            std::process::abort();
+        }
+    }
 }
 
 /// Binds the calling thread to processor `cpu`.
@@ -182,6 +196,9 @@ fn keep_to(cpu: usize) -> io::Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::process::ExitStatusExt;
+    use std::process::Command;
+
     use super::*;
 
     /// Returns the names of the threads of the next reactors.
@@ -208,5 +225,29 @@ mod tests {
         // The threads live as long as the last of both.
         drop(reactors);
         assert_eq!(next_of(&some, 1), ["reactor-0"]);
+    }
+
+    const CHILD: &str = "BLOCKYARD_TEST_REACTOR_PANICS";
+
+    /// Runs this test again in a child process, and panics on a reactor there.
+    #[test]
+    fn a_panic_on_a_reactor_ends_the_process_of_a_library_too() {
+        if std::env::var_os(CHILD).is_some() {
+            let reactors = Reactors::start(1, &[]).unwrap();
+            reactors.next().run(|_| panic!("on purpose"));
+            // The abort ends this wait.
+            loop {
+                std::thread::park();
+            }
+        }
+        let name = "reactors::tests::a_panic_on_a_reactor_ends_the_process_of_a_library_too";
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(["--exact", name, "--nocapture"])
+            .env(CHILD, "1")
+            .output()
+            .unwrap();
+        assert_eq!(output.status.signal(), Some(rustix::process::Signal::ABORT.as_raw()));
+        let stderr = String::from_utf8_lossy(&output.stderr);
+        assert!(stderr.contains("'reactor-0'") && stderr.contains("on purpose"), "{stderr}");
     }
 }
