@@ -13,7 +13,8 @@
 //! slow calls that a reactor makes for one peer take about 1/[`SHARE`] of its time. The
 //! time that a call may take for its bytes does not count.
 //! The first slow call only leads to a measurement of processor time, because the kernel may have
-//! interrupted the thread.
+//! interrupted the thread. That measurement is two system calls for each call, so it ends as soon
+//! as the slow calls have taken less than their share.
 
 use std::cell::Cell;
 use std::time::{Duration, Instant};
@@ -36,7 +37,7 @@ const ALLOWED: Duration = Duration::from_millis(1);
 /// elsewhere take longer: they double the latency of a client with one request at a time. On that
 /// machine, slow calls of an ordinary client took 1/100.
 const SHARE: u32 = 32;
-/// A mode lasts this multiple of the slow call's duration.
+/// The mode `Elsewhere` lasts this multiple of the slow call's duration.
 const PAUSE_FACTOR: u32 = 1000;
 /// Longest duration of a mode after its last slow call.
 const MAX_PAUSE: Duration = Duration::from_secs(3600);
@@ -96,8 +97,6 @@ impl SlowCalls {
         if !SlowCalls::is_slow(took) {
             return None;
         }
-        let until = now + took.saturating_mul(PAUSE_FACTOR).min(MAX_PAUSE);
-        self.until = self.until.max(Some(until));
         let before = self.mode;
         let last = self.last.replace(now).unwrap_or(now);
         match before {
@@ -111,6 +110,12 @@ impl SlowCalls {
             }
             CallMode::Elsewhere => {}
         }
+        let pause = match self.mode {
+            CallMode::Elsewhere => took.saturating_mul(PAUSE_FACTOR),
+            // Until these calls have taken less than their share.
+            _ => self.spent.max(took).saturating_mul(SHARE),
+        };
+        self.until = self.until.max(Some(now + pause.min(MAX_PAUSE)));
         (before != self.mode).then_some(self.mode)
     }
 }
@@ -245,6 +250,47 @@ mod tests {
         // However slow it is, the mode ends.
         policy.made(start, Duration::MAX);
         assert_eq!(policy.mode(start + MAX_PAUSE), CallMode::Direct);
+    }
+
+    /// An interrupt that took 4 ms costs measurements for 128 ms, and not for 4 s.
+    #[test]
+    fn processor_time_is_measured_until_the_slow_calls_have_their_share() {
+        let (mut policy, start) = (SlowCalls::default(), Instant::now());
+        policy.made(start, 4 * MS);
+        assert_eq!(policy.mode(start + 127 * MS), CallMode::Measured);
+        assert_eq!(policy.mode(start + 128 * MS), CallMode::Direct);
+        // Slow calls one after the other count together.
+        let somewhat = SLOW + Duration::from_micros(10);
+        for _ in 0..17 {
+            policy.made(start, somewhat);
+        }
+        assert_eq!(policy.mode(start + 30 * MS), CallMode::Measured, "16 * 60 us * 32");
+        assert_eq!(policy.mode(start + 31 * MS), CallMode::Direct);
+    }
+
+    /// A peer that knows the policy: it makes as many slow calls as the reactor itself makes, and
+    /// waits until the policy has forgotten them.
+    #[test]
+    fn a_peer_that_waits_for_the_end_of_a_mode_gains_nothing() {
+        let us = Duration::from_micros;
+        for each in [us(60), us(350), MS, 20 * MS] {
+            let (mut policy, start) = (SlowCalls::default(), Instant::now());
+            let (mut now, mut spent) = (start, Duration::ZERO);
+            while now < start + (500 * each).max(Duration::from_secs(20)) {
+                now += each;
+                spent += each;
+                policy.made(now, each);
+                let is_last = {
+                    let mut next = policy.clone();
+                    next.made(now + each, each) == Some(CallMode::Elsewhere)
+                };
+                while is_last && policy.mode(now) != CallMode::Direct {
+                    now += us(100);
+                }
+            }
+            let part = spent.as_secs_f64() / (now - start).as_secs_f64();
+            assert!(part < 0.07, "{part} with {each:?}");
+        }
     }
 
     /// Whatever the peer does, the slow calls of the reactor take a small part of its time.
