@@ -234,7 +234,9 @@ impl UringFile {
     #[inline]
     pub async fn read(&self, segments: Segments, offset: u64) -> (Segments, io::Result<usize>) {
         let want = segments.len();
-        let (result, segments) = self.operation(Action::Read { offset }, segments).await;
+        self.count(want);
+        let (handle, action) = (self.slot.handle(), Action::Read { offset });
+        let (result, segments) = handle.operation(action, segments, self.slot.clone()).await;
         match completion_result(result) {
             Ok(n) if n == 0 || n == want => (segments, Ok(n)),
             first => self.finish(Action::Read { offset }, segments, first).await,

@@ -46,12 +46,20 @@ impl From<Liar> for Store {
 impl Storage for Store {
     forward! {
         {
-            Store::File(file) => inline file,
+            Store::File(HostFile { file, .. }) => inline file,
             Store::Recorded(recorded) => boxed recorded,
             // Its futures are boxed already.
             Store::Other(other) => inline other
         }
-        read write sync discard zero zero_fast allocate set_len len next_data next_data_within
+        read write
+    }
+    forward! {
+        {
+            Store::File(file) => inline file,
+            Store::Recorded(recorded) => boxed recorded,
+            Store::Other(other) => inline other
+        }
+        sync discard zero zero_fast allocate set_len len next_data next_data_within
         allocated lost keeps_unsynced lookups geometry capabilities alignment
     }
 }

@@ -310,6 +310,7 @@ impl Queue {
     #[inline]
     fn take(self: &Rc<Self>, most: usize) -> usize {
         let mut taken = 0;
+        // The vector is kept, so that a batch allocates nothing.
         let mut requests = std::mem::take(&mut *self.requests.borrow_mut());
         while taken < most && !self.budget.is_spent(self.handle.iteration()) {
             let popped = {
@@ -332,7 +333,8 @@ impl Queue {
                 }
             }
         }
-        self.dispatch(requests);
+        self.lanes.dispatch(&mut requests);
+        *self.requests.borrow_mut() = requests;
         taken
     }
 
@@ -414,13 +416,6 @@ impl Queue {
         Ok(())
     }
 
-    /// Hands the requests to the disk, and keeps the vector for reuse.
-    #[inline]
-    fn dispatch(&self, mut requests: Vec<Request<ChainToken>>) {
-        self.lanes.dispatch(&mut requests);
-        *self.requests.borrow_mut() = requests;
-    }
-
     #[inline]
     fn answered(&self, id: u16, status: Status, segments: Segments) {
         self.finish(&mut self.core.borrow_mut(), id, status, segments);
@@ -482,7 +477,7 @@ impl Queue {
         let mut requests = Vec::new();
         for chain in unanswered {
             if self.in_flight.get() >= MOST_IN_FLIGHT {
-                self.dispatch(std::mem::take(&mut requests));
+                self.lanes.dispatch(&mut requests);
                 self.until_room().await;
             }
             if self.suspends.get() {
@@ -498,11 +493,11 @@ impl Queue {
             }
             let mut has_taken = 1;
             while self.has_spent(std::mem::take(&mut has_taken)) {
-                self.dispatch(std::mem::take(&mut requests));
+                self.lanes.dispatch(&mut requests);
                 self.handle.yield_now().await;
             }
         }
-        self.dispatch(requests);
+        self.lanes.dispatch(&mut requests);
     }
 
     /// Waits until another request may be in flight, or until the queue must suspend.
