@@ -16,25 +16,15 @@ use std::sync::atomic::Ordering;
 use blockyard_ring::Segments;
 
 use super::answer::Use;
+use super::ask::Ask;
 use super::cache::Known;
 use super::map::{Discard, Extent, Place};
-use super::mapped::{Ask, Mapped};
+use super::mapped::{Free, Mapped};
 use super::promise::is_late;
 use crate::storage::Storage;
 
 /// Bytes of zeroes that are written at a time.
 const PIECE: u64 = 1 << 20;
-
-/// What becomes of a range.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(super) enum Free {
-    Discard,
-    /// See [`Storage::zero`] and [`Storage::zero_fast`].
-    Zero {
-        unmap: bool,
-        fast: bool,
-    },
-}
 
 impl<S: Storage, A: Ask> Mapped<S, A> {
     /// Discards or zeroes a range. Returns Unsupported, and changes nothing, if the caller must

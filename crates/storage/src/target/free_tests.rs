@@ -6,7 +6,8 @@ use std::rc::Rc;
 use blockyard_ring::join;
 
 use super::super::map::{Boxed, Fill, Map, Question};
-use super::super::target::{Access, Handle, Shape};
+use super::super::shape::{Access, Shape};
+use super::super::target::Handle;
 use super::super::{Direct, Mapped};
 use super::*;
 use crate::sim::{Sim, SimConfig, SimDisk, SimImage, yield_now};

@@ -14,19 +14,17 @@
 //! [`Map`]: super::Map
 
 use std::cell::{Cell, RefCell};
-use std::future::Future;
 use std::io;
 use std::ops::Range;
-use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_ring::{Segments, join};
 
 use super::answer::{Bounds, Refused, Use, check};
+use super::ask::Ask;
 use super::cache::{Known, REGION};
-use super::free::Free;
 use super::in_use::Guard;
-use super::map::{AnyMap, Discard, Extent, Fill, Map, Place, Question};
+use super::map::{Extent, Fill, Place, Question};
 use super::shared::{Core, Fault};
 use crate::Geometry;
 use crate::storage::{Capabilities, LookupFigures, Storage};
@@ -36,38 +34,15 @@ const AT_A_TIME: usize = 16;
 /// Number of parts that wait for a flush before Blockyard flushes by itself.
 const MOST_MOVED: usize = 16384;
 
-/// Asks a map, on whichever thread it runs.
-pub trait Ask: 'static {
-    /// See [`Map::locate`].
-    fn locate(&self, question: Question) -> impl Future<Output = io::Result<Vec<Extent>>>;
-    /// See [`Map::flush`].
-    fn flush(&self, moved: Vec<Range<u64>>) -> impl Future<Output = io::Result<()>>;
-    /// See [`Map::discard`]. None: the map has no answer to such questions.
-    fn discard(&self, asked: Discard) -> impl Future<Output = io::Result<Option<Vec<Extent>>>>;
-}
-
-/// Asks a map on the calling thread, for tests on simulated disks.
-pub struct Direct(Rc<dyn AnyMap>);
-
-impl Direct {
-    /// Returns the map for [`Mapped`].
-    pub fn new(map: impl Map) -> Self {
-        Direct(Rc::new(map))
-    }
-}
-
-impl Ask for Direct {
-    async fn locate(&self, question: Question) -> io::Result<Vec<Extent>> {
-        self.0.locate(question).await
-    }
-
-    async fn flush(&self, moved: Vec<Range<u64>>) -> io::Result<()> {
-        self.0.flush(&moved).await
-    }
-
-    async fn discard(&self, asked: Discard) -> io::Result<Option<Vec<Extent>>> {
-        self.0.discard(asked).await
-    }
+/// What becomes of a range.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Free {
+    Discard,
+    /// See [`Storage::zero`] and [`Storage::zero_fast`].
+    Zero {
+        unmap: bool,
+        fast: bool,
+    },
 }
 
 /// A disk of a map on one reactor.

@@ -1,6 +1,10 @@
 //! Tests of the data path of maps.
 
-use super::super::target::Shape;
+use std::rc::Rc;
+
+use super::super::ask::Direct;
+use super::super::map::Map;
+use super::super::shape::Shape;
 use super::*;
 use crate::sim::Sim;
 

@@ -1,6 +1,7 @@
 //! Disks of a target. It decides their contents: code of the library's user, or another program.
 //!
 //! ```text
+//!   shape     the size of a disk, and how files are opened
 //!   map       the trait `Map`: where each range of a disk lies
 //!   device    the trait `Device`: reads, writes and flushes of a disk
 //!   file      the files that a target uses itself
@@ -12,6 +13,7 @@
 //!   in_use    which requests use old answers of a map
 //!   ahead     allocates space of data files ahead of new places
 //!   answer    checks the answers of a map
+//!   ask       how a disk asks its map
 //!   mapped    `Storage` over a map: the data path
 //!   free      discards and zeroes of a map's disk
 //!   passed    `Storage` over a device: memory of requests is lent to the target's thread
@@ -32,6 +34,7 @@
 
 mod ahead;
 mod answer;
+mod ask;
 mod cache;
 mod device;
 pub mod exec;
@@ -44,20 +47,22 @@ mod mapped;
 mod passed;
 mod patience;
 mod promise;
+mod shape;
 mod shared;
 #[expect(clippy::module_inception, reason = "it is the main type of this module")]
 mod target;
 mod worker;
 
+pub use ask::{Ask, Direct};
 pub use blockyard_ring::Lent;
 pub use device::Device;
 pub use file::{Files, OwnFile};
 pub use lock::{Lock, Locked};
 pub use map::{Discard, Extent, Fill, Map, Place, Question};
-pub use mapped::{Ask, Direct, Mapped};
+pub use mapped::Mapped;
 pub use passed::Passed;
+pub use shape::{Access, Shape};
 pub use shared::AskWorker;
-pub use target::{
-    Access, Figures, Handle, Limits, OpenTarget, Shape, Target, TargetError, TargetErrorKind,
-};
+use target::ProgramCalls;
+pub use target::{Figures, Handle, Limits, OpenTarget, Target, TargetError, TargetErrorKind};
 pub use worker::TargetEnd;

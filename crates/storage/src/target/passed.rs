@@ -25,8 +25,6 @@ use crate::storage::{Capabilities, Storage};
 
 /// Bytes of one copy, if granules are not larger.
 const PIECE: usize = 1 << 20;
-/// Bytes of all copies of a disk.
-pub(super) const COPIED: u64 = 16 << 20;
 
 /// A disk of a device on one reactor.
 #[derive(Clone)]
@@ -202,8 +200,8 @@ mod tests {
     use blockyard_ring::{Executor, Handle, Lent};
 
     use super::super::device::Device;
+    use super::super::shape::Shape;
     use super::super::shared::Fault;
-    use super::super::target::Shape;
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(60);

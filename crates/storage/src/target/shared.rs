@@ -9,18 +9,20 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use blockyard_ring::semaphore::Semaphore;
 
 use super::ahead::Ahead;
+use super::ask::Ask;
 use super::cache::Cache;
 use super::in_use::InUse;
 use super::map::{Boxed, Discard, Extent, Question};
-use super::mapped::Ask;
-use super::passed::COPIED;
 use super::patience::Patience;
-use super::target::Shape;
+use super::shape::Shape;
 use super::worker::{Living, Worker};
 use crate::image_file::ImageFile;
 use crate::range_lock::RangeLock;
 use crate::storage::Capabilities;
 use crate::{Geometry, SECTOR};
+
+/// Bytes of all copies of a device's disk.
+pub(super) const COPIED: u64 = 16 << 20;
 
 /// Kinds of faults of a target. The log has one line for each.
 #[derive(Clone, Copy)]

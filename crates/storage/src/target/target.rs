@@ -11,14 +11,15 @@ use std::time::Duration;
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle as RingHandle, UringFile};
 
+use super::ask::Ask;
 use super::cache::REGION;
 use super::device::Device;
-use super::exec;
 use super::file::{Files, OwnFile};
 use super::map::{Boxed, Map};
-use super::mapped::{Ask, Mapped};
+use super::mapped::Mapped;
 use super::passed::Passed;
 use super::patience::Patience;
+use super::shape::{Access, Shape};
 use super::shared::{AskWorker, Core};
 use super::worker::{Living, Make, NotStarted, TargetEnd, Worker};
 use crate::boxed::AnyStore;
@@ -35,25 +36,6 @@ const LEAVE: Duration = Duration::from_secs(30);
 
 /// Largest size of a disk in bytes.
 const MOST_SIZE: u64 = 1 << 62;
-
-/// The size of a disk, and the unit in which it is mapped.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Shape {
-    /// Size in bytes: a multiple of the granule, at most 2^62.
-    pub size: u64,
-    /// Unit in bytes: a power of two from 512 to 4 MiB. Blockyard asks a map for whole granules,
-    /// and sends a device requests of whole granules.
-    pub granule: u64,
-}
-
-/// Whether a file is opened for writing.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Access {
-    /// For reading. Other disks may read it, too.
-    Read,
-    /// For reading and writing. No other disk or program of Blockyard may use it.
-    Write,
-}
 
 /// How long Blockyard waits for a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -145,7 +127,16 @@ pub struct Target {
     limits: Limits,
     make: MakeWith,
     is_map: bool,
-    is_program: bool,
+    program: Option<ProgramCalls>,
+}
+
+/// What a target's thread does with its map in another program.
+#[derive(Clone, Copy)]
+pub(super) struct ProgramCalls {
+    /// Stops the conversation with the program, and packs it for another server.
+    pub hand_over: fn() -> Boxed<'static, io::Result<Parcel>>,
+    /// Makes this server the program's owner.
+    pub own: fn(),
 }
 
 impl Target {
@@ -177,18 +168,19 @@ impl Target {
     pub(super) fn of_program<M: Map>(
         name: String,
         shape: Shape,
+        calls: ProgramCalls,
         make: impl FnOnce(&RingHandle, Handle) -> io::Result<M> + Send + 'static,
     ) -> Self {
         let make = |ring: &RingHandle, _, handle| -> Boxed<'static, io::Result<Living>> {
             let made = make(ring, handle);
             Box::pin(async { Ok(Living::Map(Rc::new(made?))) })
         };
-        Target { is_program: true, ..Target::of(name, shape, Box::new(make), true) }
+        Target { program: Some(calls), ..Target::of(name, shape, Box::new(make), true) }
     }
 
     fn of(name: String, shape: Shape, make: MakeWith, is_map: bool) -> Self {
         let (data, own, limits) = Default::default();
-        Target { name, shape, data, own, limits, make, is_map, is_program: false }
+        Target { name, shape, data, own, limits, make, is_map, program: None }
     }
 
     /// Adds a data file or block device, to which the answers of a map refer. The first one has
@@ -277,8 +269,8 @@ impl Target {
         });
         let worker = Worker::start(make, self.limits.start);
         let worker = Arc::new(worker.map_err(|e| TargetError::of_start(&name, e))?);
-        let Target { limits, is_map, is_program, .. } = self;
-        Ok(Arc::new(OpenTarget { core, worker, data, own, limits, is_map, is_program }))
+        let Target { limits, is_map, program, .. } = self;
+        Ok(Arc::new(OpenTarget { core, worker, data, own, limits, is_map, program }))
     }
 }
 
@@ -291,8 +283,8 @@ pub struct OpenTarget {
     worker: Arc<Worker>,
     limits: Limits,
     is_map: bool,
-    /// Whether the map is another program.
-    is_program: bool,
+    /// Set if the map is another program.
+    program: Option<ProgramCalls>,
 }
 
 impl std::fmt::Debug for OpenTarget {
@@ -361,17 +353,15 @@ impl Opened for OpenTarget {
 
     fn program(&self) -> Option<Program> {
         let files = || self.data.iter().map(|file| file.path().into()).collect();
-        self.is_program.then(|| Program { image: self.core.name.clone(), files: files() })
+        self.program.map(|_| Program { image: self.core.name.clone(), files: files() })
     }
 
     fn hand_over(&self) -> io::Result<Option<Parcel>> {
-        if !self.is_program {
-            return Ok(None);
-        }
+        let Some(ProgramCalls { hand_over, .. }) = self.program else { return Ok(None) };
         let (sender, receiver) = mpsc::sync_channel(1);
         let _answer = self.worker.call_always(move |_| {
             Box::pin(async move {
-                let _ = sender.send(exec::hand_over().await);
+                let _ = sender.send(hand_over().await);
                 Ok(())
             })
         });
@@ -380,9 +370,10 @@ impl Opened for OpenTarget {
     }
 
     fn own_program(&self) {
+        let Some(ProgramCalls { own, .. }) = self.program else { return };
         // If its thread has ended, there is no program.
-        let _ = self.worker.call_always(|_| {
-            exec::own();
+        let _ = self.worker.call_always(move |_| {
+            own();
             Box::pin(async { Ok(()) })
         });
     }

@@ -16,34 +16,12 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
-use std::path::PathBuf;
 
 use blockyard_ring::parcel::Parcel;
 
+use super::process::{Introduction, Position, Process, Started};
 use super::protocol::{GREETING, Hello};
-use super::start::{Process, Started};
 use crate::target::{Access, Shape};
-
-/// What a program said at its start.
-#[derive(Clone)]
-pub(super) struct Introduction {
-    pub shape: Shape,
-    pub data: Vec<(PathBuf, Access)>,
-    pub discards: bool,
-}
-
-/// Where the conversation with a program is.
-#[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Position {
-    /// Number of the next question.
-    pub next: u64,
-    /// Numbers of the questions without an answer. No request waits for these answers.
-    pub owed: Vec<u64>,
-    /// The beginning of a line that is not whole.
-    pub unread: Vec<u8>,
-    /// Lines, and the rest of a line, that the program has not got.
-    pub unsent: Vec<u8>,
-}
 
 pub(super) fn pack(
     image: &str,

@@ -18,6 +18,7 @@
 //! - A server in a sandbox starts no program: it starts them before, see [`start_early`].
 
 mod handed;
+mod process;
 mod program;
 mod protocol;
 mod start;
@@ -27,7 +28,6 @@ mod tests;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-pub(super) use program::{hand_over, own};
 pub use start::{continue_from, end_unused, start_early};
 
 use crate::error::{ErrorKind, StorageError};

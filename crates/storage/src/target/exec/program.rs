@@ -18,10 +18,11 @@ use std::task::{Poll, Waker};
 use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle as RingHandle, Segments, Signal, Socket, is_canceled};
 
-use super::handed::{self, Introduction, Position};
+use super::handed;
+use super::process::{Introduction, Position, Process, Started};
 use super::protocol::{self, LineError, MOST_LINE, Said};
-use super::start::{Process, Started};
 use crate::target::Handle;
+use crate::target::ProgramCalls;
 use crate::target::map::{Discard, Extent, Map, Question};
 
 /// Bytes of a read from the program.
@@ -75,6 +76,9 @@ struct Inner {
     to_send: Signal,
     ended: RefCell<Option<Arc<EndError>>>,
 }
+
+/// What the thread of a program's map does with the program.
+pub(super) const CALLS: ProgramCalls = ProgramCalls { hand_over: || Box::pin(hand_over()), own };
 
 thread_local! {
     /// The program of this thread. A target has a thread of its own.
@@ -151,7 +155,7 @@ impl Program {
 
 /// Returns the parcel with which another server continues the program of this thread. No request
 /// waits for an answer of the program. If the program has failed, it fails at the next server, too.
-pub(crate) async fn hand_over() -> io::Result<Parcel> {
+async fn hand_over() -> io::Result<Parcel> {
     let Some(inner) = RUNNING.with_borrow(Clone::clone) else {
         return Err(io::Error::other("the disk is closed"));
     };
@@ -159,7 +163,7 @@ pub(crate) async fn hand_over() -> io::Result<Parcel> {
 }
 
 /// The program of this thread is this server's alone now: its questions may begin.
-pub(crate) fn own() {
+fn own() {
     let Some(inner) = RUNNING.with_borrow(Clone::clone) else { return };
     if !inner.process.borrow().is_owned() {
         inner.process.borrow_mut().own();

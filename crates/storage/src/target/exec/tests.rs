@@ -8,8 +8,8 @@ use std::time::Duration;
 
 use blockyard_ring::{Executor, Segments};
 
-use super::handed::{self, Introduction, Position};
-use super::start::{ENDER, MOST_ENDERS, Process, Started};
+use super::handed;
+use super::process::{ENDER, Introduction, MOST_ENDERS, Position, Process, Started};
 use crate::opened::Opened;
 use crate::target::target::OpenTarget;
 use crate::target::{Limits, Shape};
