@@ -6,6 +6,8 @@
 //! for such work has a limit.
 
 use std::io;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{
     Mutex, MutexGuard, OnceLock, PoisonError, RwLock, RwLockReadGuard, RwLockWriteGuard,
@@ -41,6 +43,8 @@ pub struct HandOvers {
     pub(super) is_done: AtomicBool,
     /// This server ends, so nothing waits for the end of another one.
     is_ending: AtomicBool,
+    /// The connection of the hand-over that runs, until the new server may serve.
+    uncommitted: Mutex<Option<UnixStream>>,
     /// Read by calls that change disks: the new server would not know what they do meanwhile.
     changes: RwLock<()>,
     sockets: Mutex<Vec<(&'static str, Socket)>>,
@@ -52,8 +56,9 @@ pub struct HandOvers {
 
 impl HandOvers {
     pub fn new(end: signal_hook::iterator::Handle) -> Self {
-        let (only, is_done, is_ending, changes, sockets, acceptance) = Default::default();
-        HandOvers { only, is_done, is_ending, changes, sockets, acceptance, end }
+        let (only, is_done, is_ending, uncommitted) = Default::default();
+        let (changes, sockets, acceptance) = Default::default();
+        HandOvers { only, is_done, is_ending, uncommitted, changes, sockets, acceptance, end }
     }
 
     /// Passes a listening socket on to the next server.
@@ -85,9 +90,32 @@ impl HandOvers {
         self.is_ending.load(Ordering::SeqCst)
     }
 
-    /// Notes that this server ends.
+    /// Notes that this server ends. A hand-over that waits for the new server fails at once: a
+    /// hung one must not delay the end.
     pub fn give_up(&self) {
         self.is_ending.store(true, Ordering::SeqCst);
+        if let Some(stream) = self.uncommitted().take() {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Notes the connection of a hand-over that begins.
+    pub(super) fn begins(&self, stream: &UnixStream) -> io::Result<()> {
+        *self.uncommitted() = Some(stream.try_clone()?);
+        if self.is_ending() {
+            self.give_up();
+        }
+        Ok(())
+    }
+
+    /// Notes that the hand-over has failed, or that the new server may serve from now on. Then the
+    /// end of this server must not interrupt it.
+    pub(super) fn is_decided(&self) {
+        self.uncommitted().take();
+    }
+
+    fn uncommitted(&self) -> MutexGuard<'_, Option<UnixStream>> {
+        self.uncommitted.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Excludes hand-overs for a call that changes disks. None: one runs, or has ended.
@@ -171,4 +199,39 @@ fn will_change_configuration(job: &Job) -> bool {
     let is_kept = |options: &SnapshotOptions| options.start_record.is_some();
     let is_running = matches!(job.state(), JobState::Running);
     is_running && matches!(job.kind(), JobKind::Snapshot(options) if is_kept(options))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+
+    use signal_hook::iterator::Signals;
+
+    use super::*;
+
+    /// A new server that hangs would delay the end of this one by the time for a message.
+    #[test]
+    fn the_end_of_the_server_ends_a_hand_over_that_is_not_decided() {
+        let hand_overs = || HandOvers::new(Signals::new([0; 0]).unwrap().handle());
+        let (own, mut new) = UnixStream::pair().unwrap();
+        let waits = hand_overs();
+        waits.begins(&own).unwrap();
+        waits.give_up();
+        assert_eq!(new.read(&mut [0]).unwrap(), 0, "the connection is shut down");
+
+        let (own, mut new) = UnixStream::pair().unwrap();
+        let late = hand_overs();
+        late.give_up();
+        late.begins(&own).unwrap();
+        assert_eq!(new.read(&mut [0]).unwrap(), 0, "the end came first");
+
+        let (own, mut new) = UnixStream::pair().unwrap();
+        let decided = hand_overs();
+        decided.begins(&own).unwrap();
+        decided.is_decided();
+        decided.give_up();
+        new.set_nonblocking(true).unwrap();
+        let kind = new.read(&mut [0]).unwrap_err().kind();
+        assert_eq!(kind, io::ErrorKind::WouldBlock, "the new server may serve");
+    }
 }

@@ -84,6 +84,7 @@ pub fn hand_over(
     let mut hand_over =
         HandOver { server, peer, process, pid, version, away, unopened, openings, is_ours };
     let outcome = hand_over.run();
+    server.hand_overs.is_decided();
     match &outcome {
         Ok(done) => {
             let pid = Some(done.pid);
@@ -134,6 +135,7 @@ pub fn refuse(peer: &Peer, why: &anyhow::Error) {
 
 impl<'a> HandOver<'a> {
     fn run(&mut self) -> anyhow::Result<Upgraded> {
+        self.server.hand_overs.begins(self.peer.stream())?;
         self.greet()?;
         loop {
             match self.peer.receive().context("waiting for the new server")? {
@@ -159,6 +161,7 @@ impl<'a> HandOver<'a> {
         }
         // The caller that learns of the end must not reach this server again.
         self.server.hand_overs.acceptance.get().inspect(|api| api.pause());
+        self.server.hand_overs.is_decided();
         self.peer.send(&FromOld::Commit)?;
         let last = self.peer.receive_last(MESSAGE_TIME);
         match last.context("the new server did not confirm that it serves")? {

@@ -90,6 +90,7 @@ impl Device {
     /// Prepares the device before its thread starts: sets the watches, and offers the features
     /// unless the front end is already connected.
     pub fn begin(&mut self) -> Result<(), NodeError> {
+        self.store.share_limit(&self.control.deadline);
         self.state = self.paths.back_state(&mut self.store)?;
         // An earlier version left no note, and took requests without a record too.
         self.inherits = matches!(self.state, Some(State::Connected | State::Closing))

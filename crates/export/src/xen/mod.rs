@@ -204,8 +204,8 @@ const COUNTED: &str = "xen";
 struct Control {
     wake: OwnedFd,
     stop: AtomicBool,
-    /// The time until which a device that stops may wait for xenstore.
-    deadline: Mutex<Option<Instant>>,
+    /// The time until which a thread that stops may wait for xenstore.
+    deadline: Arc<Mutex<Option<Instant>>>,
     resized: AtomicBool,
     connected: Mutex<Option<ConnectedClient>>,
 }

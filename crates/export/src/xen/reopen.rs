@@ -44,9 +44,9 @@ impl Reopen {
                 return None;
             }
             self.pause = next(self.pause);
-            if let Ok(mut store) = host.store()
-                && watch(&mut store).is_ok()
-            {
+            let Ok(mut store) = host.store() else { continue };
+            store.share_limit(&control.deadline);
+            if watch(&mut store).is_ok() {
                 self.last = Some(Instant::now());
                 return Some(store);
             }

@@ -41,6 +41,9 @@ use crate::log::Budget;
 /// Shortest time between two scans of all nodes.
 const PAUSE: Duration = Duration::from_millis(20);
 
+/// How long a watch that ends may wait for xenstore.
+const LAST_CALLS: Duration = Duration::from_secs(1);
+
 /// Maximum number of devices that the watch checks in one scan. It ignores further devices.
 const MOST: usize = 4096;
 
@@ -123,6 +126,7 @@ impl Watch {
         let own = own_domain(&mut store).map_err(failed)?;
         store.watch(&top(own, &options.kind), "watch").map_err(|e| failed(e.into()))?;
         let control = Arc::new(Control::new().map_err(XenError::Host)?);
+        store.share_limit(&control.deadline);
         let verdicts = Arc::default();
         let mut watcher = Watcher {
             host: host.clone(),
@@ -158,8 +162,10 @@ impl Watch {
         self.control.ring();
     }
 
-    /// Requests the end of the watch, without waiting for that end.
+    /// Requests the end of the watch, without waiting for that end. From then on it waits for
+    /// xenstore only for a moment.
     pub fn finish(&self) {
+        *self.control.deadline() = Some(Instant::now() + LAST_CALLS);
         self.control.stop.store(true, Ordering::SeqCst);
         self.control.ring();
     }
@@ -317,6 +323,9 @@ impl<F: Fn(Wanted)> Watcher<F> {
             Known::Postponed(time) => *time > now && there.contains(device),
         });
         for device in there {
+            if self.control.stop.load(Ordering::SeqCst) {
+                return Ok(());
+            }
             match self.known.get(&device) {
                 Some(Known::Taken) => {}
                 known => {

@@ -13,6 +13,7 @@ use std::collections::BTreeSet;
 use std::fmt::Display;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -90,6 +91,8 @@ pub struct Store {
     broken: bool,
     /// The time after which no call waits; see [`Store::set_limit`].
     limit: Option<Instant>,
+    /// The same; see [`Store::share_limit`].
+    shared: Arc<Mutex<Option<Instant>>>,
 }
 
 /// Changes that others see all at once, or not at all; see [`Store::transaction`].
@@ -204,10 +207,16 @@ impl Store {
 
     /// Creates a connection over a descriptor that speaks the protocol.
     pub fn over(file: OwnedFd) -> Self {
-        Store { file, last: 0, events: BTreeSet::new(), broken: false, limit: None }
+        let (events, shared) = Default::default();
+        Store { file, last: 0, events, broken: false, limit: None, shared }
     }
 
-    /// Limits the waits of later calls to `deadline`.
+    /// Limits the waits of later calls to the time in `limit`, which another thread may set.
+    pub fn share_limit(&mut self, limit: &Arc<Mutex<Option<Instant>>>) {
+        self.shared = limit.clone();
+    }
+
+    /// Limits the waits of later calls to `deadline`, instead of the shared time.
     pub fn set_limit(&mut self, deadline: Instant) {
         self.limit = Some(deadline);
     }
@@ -215,7 +224,8 @@ impl Store {
     /// Returns the time until which a call that begins now waits.
     fn deadline(&self) -> Instant {
         let deadline = Instant::now() + PATIENCE;
-        self.limit.map_or(deadline, |limit| limit.min(deadline))
+        let shared = || *self.shared.lock().unwrap_or_else(PoisonError::into_inner);
+        self.limit.or_else(shared).map_or(deadline, |limit| limit.min(deadline))
     }
 
     /// Makes changes that others see all at once. `changes` may run several times. If it fails,

@@ -107,3 +107,14 @@ fn lists_that_exceed_one_message_come_in_parts() {
     let (mut store, _peer) = answering(&endless);
     assert!(matches!(store.list("/a"), Err(StoreError::Protocol(_))));
 }
+
+/// The service stops: no call after that waits for a xenstored that answers nothing.
+#[test]
+fn a_limit_that_another_thread_sets_holds_for_later_calls() {
+    let (mut store, _peer) = answering(&[]);
+    let limit = Arc::default();
+    store.share_limit(&limit);
+    *limit.lock().unwrap() = Some(Instant::now());
+    let error = store.read("/a").unwrap_err();
+    assert!(matches!(&error, StoreError::Io(e) if e.kind() == io::ErrorKind::TimedOut), "{error}");
+}
