@@ -456,8 +456,8 @@ fn local_folders(disk: &DiskArgs) -> impl Iterator<Item = &PathBuf> {
 /// Returns the folders of certificates that a disk's remote images name.
 fn certificates_of(disk: &DiskArgs) -> Vec<PathBuf> {
     let names = disk.backing_folders.iter().chain([&disk.image]);
-    let uris = names.filter_map(|name| blockyard_nbd::Uri::parse(name.to_str()?).ok());
-    uris.filter_map(|uri| uri.tls_certificates).collect()
+    let described = names.filter_map(|name| blockyard_storage::scheme_of(name));
+    described.filter_map(|(scheme, name)| scheme.folder(name)).collect()
 }
 
 fn folder_of(path: &Path) -> &Path {

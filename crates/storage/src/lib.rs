@@ -54,7 +54,7 @@ pub mod target;
 pub use blockyard_ring::host::Geometry;
 pub use boxed::{AnyStorage, AnyStore};
 pub use cache::{CacheMode, UnknownCacheMode};
-pub use error::StorageError;
+pub use error::{ErrorKind, StorageError};
 pub use file::{FileId, HostFile, path_of};
 pub use image_file::ImageFile;
 pub use opened::{OpenError, OpenOptions, Opened, Overlaid, Program};

@@ -34,6 +34,15 @@ pub trait Scheme: Sync {
     fn is_elsewhere(&self) -> bool {
         false
     }
+    /// Returns the short name of what the name describes, for a disk without a name of its own.
+    fn short_name(&self, _name: &str) -> Option<String> {
+        None
+    }
+    /// Returns a folder of this host that an open reads, such as one of certificates. A server in
+    /// a sandbox gets it.
+    fn folder(&self, _name: &str) -> Option<PathBuf> {
+        None
+    }
     /// Returns the file of this host that an open needs. A server in a sandbox gets its folder.
     fn file(&self, _name: &str) -> Option<PathBuf> {
         None

@@ -69,6 +69,18 @@ mod tests {
     }
 
     #[test]
+    fn a_scheme_says_what_the_server_must_know_before_an_open() {
+        let short = |name| nbd::NbdScheme.short_name(name);
+        assert_eq!(short("nbd://host/web").as_deref(), Some("web"));
+        assert_eq!(short("nbd://host").as_deref(), Some("nbd"));
+        assert_eq!(short("nbd://host:port/web"), None, "the name is wrong");
+        let folder = |name| nbd::NbdScheme.folder(name);
+        assert_eq!(folder("nbds://host/web?tls-certificates=/c"), Some("/c".into()));
+        assert_eq!(folder("nbd://host/web"), None);
+        assert_eq!(exec::ExecScheme.short_name("exec:/p"), None, "that of its file");
+    }
+
+    #[test]
     fn an_allowance_completes_the_names_that_it_permits() {
         let scheme = nbd::NbdScheme;
         let permit = |allowed, name| scheme.permit(allowed, name);

@@ -73,7 +73,7 @@ mod tests {
 
     use super::*;
     use crate::sim::{Journal, Sim};
-    use crate::storage::{Alignment, Capabilities};
+    use crate::storage::{Alignment, Capabilities, LookupFigures};
 
     /// A storage with alignment requirements. Each method returns a different value, so that a test
     /// notices a wrapper that forwards a call to the wrong method.
@@ -139,6 +139,9 @@ mod tests {
                 ..Geometry::default()
             }
         }
+        fn lookups(&self) -> LookupFigures {
+            LookupFigures { hits: 3, ..LookupFigures::default() }
+        }
         fn capabilities(&self) -> Capabilities {
             Capabilities { direct: true, fixed_length: true }
         }
@@ -153,6 +156,7 @@ mod tests {
         assert_eq!(layer.alignment(), Alignment { memory_align: 512, offset_align: 4096 });
         assert_eq!(layer.geometry(), Demanding.geometry());
         assert_eq!(layer.capabilities(), Demanding.capabilities());
+        assert_eq!(layer.lookups().hits, 3);
         assert_eq!(layer.allocated().unwrap(), Some(5));
         assert_eq!(layer.lost().unwrap().kind(), io::ErrorKind::TimedOut);
         assert!(layer.keeps_unsynced());
@@ -172,6 +176,7 @@ mod tests {
         assert_eq!(other.alignment(), Demanding.alignment());
         assert_eq!(other.geometry(), Demanding.geometry());
         assert_eq!(other.capabilities(), Demanding.capabilities());
+        assert_eq!(other.lookups().hits, 3);
         assert_eq!(other.allocated().unwrap(), Some(5));
         assert_eq!(other.lost().unwrap().kind(), io::ErrorKind::TimedOut);
         assert!(other.keeps_unsynced());

@@ -13,7 +13,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
-use blockyard_nbd::wire::{self, handshake, opt};
+use blockyard_nbd::negotiate::greet;
+use blockyard_nbd::wire::{self, opt};
 use blockyard_ring::nbd_device::NbdDevice;
 
 /// How long the driver may take to start a device.
@@ -59,16 +60,11 @@ pub fn start(
     Ok(path)
 }
 
-/// Does the handshake for the export `name`. Returns its size in bytes and its transmission flags.
+/// Does the handshake for the export `name`. The server is of this program: it sends no zeroes
+/// after its answer. Returns its size in bytes and its transmission flags.
 fn choose(stream: &mut UnixStream, name: &str) -> anyhow::Result<(u64, u16)> {
-    let mut greeting = [0; 18];
-    stream.read_exact(&mut greeting)?;
-    if wire::u64_at(&greeting, 0) != wire::GREETING || wire::u64_at(&greeting, 8) != wire::OPTION {
-        bail!("the socket does not belong to an NBD server");
-    }
-    let mut request =
-        u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES).to_be_bytes().to_vec();
-    request.extend(wire::OPTION.to_be_bytes());
+    greet(stream)?;
+    let mut request = wire::OPTION.to_be_bytes().to_vec();
     request.extend(opt::EXPORT_NAME.to_be_bytes());
     request.extend((name.len() as u32).to_be_bytes());
     request.extend(name.as_bytes());

@@ -8,6 +8,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use blockyard_image::qcow2::{Compression, CreateOptions, Preallocation};
 use blockyard_image::tools::NewImage;
 use blockyard_image::{Chain, ChainOptions, Format, names_a_path};
+use blockyard_storage::{ErrorKind, StorageError, StorageScheme, scheme_of};
 
 use super::FolderArgs;
 use super::settings::Settings;
@@ -46,8 +47,7 @@ impl Backing {
         if name.is_empty() {
             bail!("the backing file's name is empty");
         }
-        let path =
-            if blockyard_nbd::uri::is_uri(name) { name.into() } else { folder(target).join(name) };
+        let path = if scheme(name).is_some() { name.into() } else { folder(target).join(name) };
         let format = format.or_else(|| Format::of_name(&path));
         let format = format.ok_or_else(|| {
             anyhow!(
@@ -59,9 +59,9 @@ impl Backing {
 
     /// Returns the name that a qcow2 image stores. Fails if no reader would take it for a path.
     pub fn stored_name(&self) -> Result<&str> {
-        match blockyard_nbd::uri::is_uri(&self.name) {
-            true => Ok(&self.name),
-            false => stored_path("backing file", &self.name),
+        match scheme(&self.name) {
+            Some(_) => Ok(&self.name),
+            None => stored_path("backing file", &self.name),
         }
     }
 
@@ -95,7 +95,7 @@ impl Backing {
     /// Returns the backing file's path, its size in bytes and its modification time, for the header
     /// of a COW file.
     pub fn of_cow(&self) -> Result<(String, u64, i64)> {
-        if blockyard_nbd::uri::is_uri(&self.name) {
+        if scheme(&self.name).is_some() {
             bail!(
                 "backing file {}: the backing file of a cow image is a file of this host",
                 self.name
@@ -115,10 +115,10 @@ impl Backing {
     /// Warns if opening the image will need `--backing-folder`, because the backing file is not in
     /// the folder of `target`.
     pub fn warn_if_far(&self, target: &Path) {
-        if let Ok(uri) = blockyard_nbd::Uri::parse(&self.name) {
-            let server = uri.whole_server();
+        if let Some(scheme) = scheme(&self.name) {
             return tracing::warn!(
-                "the backing file is on a server: open the image with --backing-folder {server}"
+                "the backing file is on a server: open the image with --backing-folder {}",
+                scheme.allowance(&self.name)
             );
         }
         let real = |path: &Path| std::fs::canonicalize(path);
@@ -132,6 +132,13 @@ impl Backing {
             );
         }
     }
+}
+
+/// Returns the scheme of a name, if images may refer to such names. None: it is a path.
+fn scheme(name: &str) -> Option<&'static dyn StorageScheme> {
+    let (scheme, name) = scheme_of(Path::new(name))?;
+    let is_refused = |e: StorageError| e.kind == ErrorKind::Refused;
+    (!scheme.normalize(name).is_err_and(is_refused)).then_some(scheme)
 }
 
 /// Returns the name of a file, if an image may store it. `role`: what the file is to the image.

@@ -5,7 +5,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use blockyard_disk::OnEnospc;
+use blockyard_disk::{OnEnospc, Source};
 use blockyard_export::PollMode;
 use blockyard_export::vhost_user::SecondClient;
 use blockyard_export::xen::XenData;
@@ -313,9 +313,9 @@ impl DiskArgs {
     /// Returns the configured name, else the file name of the image or the name of the NBD export.
     pub fn name(&self) -> String {
         self.name.clone().unwrap_or_else(|| {
-            let remote = self.image.to_str().and_then(|name| blockyard_nbd::Uri::parse(name).ok());
-            if let Some(uri) = remote {
-                return if uri.export.is_empty() { "nbd".into() } else { uri.export };
+            let described = Source::scheme_of(&self.image);
+            if let Some(name) = described.and_then(|(scheme, name)| scheme.short_name(name)) {
+                return name;
             }
             let file = self.image.file_name().unwrap_or(self.image.as_os_str());
             file.to_string_lossy().into_owned()

@@ -21,6 +21,7 @@
 
 use std::io;
 use std::rc::Rc;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use blockyard_nbd::uri::{self, Host, Uri};
@@ -99,6 +100,17 @@ impl Scheme for NbdScheme {
 
     fn is_elsewhere(&self) -> bool {
         true
+    }
+
+    /// Returns the name of the export.
+    fn short_name(&self, name: &str) -> Option<String> {
+        let export = Uri::parse(name).ok()?.export;
+        Some(if export.is_empty() { "nbd".into() } else { export })
+    }
+
+    /// Returns the folder of certificates.
+    fn folder(&self, name: &str) -> Option<PathBuf> {
+        Uri::parse(name).ok()?.tls_certificates
     }
 }
 

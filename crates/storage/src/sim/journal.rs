@@ -207,7 +207,8 @@ impl<S: Storage> Storage for Recorded<S> {
     }
 
     forward! { { Recorded { storage, .. } => inline storage }
-        len next_data next_data_within allocated lost keeps_unsynced geometry capabilities alignment
+        len next_data next_data_within allocated lost keeps_unsynced lookups geometry capabilities
+        alignment
     }
 }
 
