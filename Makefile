@@ -13,6 +13,8 @@ PROFILE ?= release
 DEB ?= $(CARGO_TARGET_DIR)
 binary = $(CARGO_TARGET_DIR)/$(PROFILE)/blockyard
 bench = $(binary)-bench
+# The figures of `make perf`.
+report = $(CARGO_TARGET_DIR)/perf-report.md
 share = $(DESTDIR)$(PREFIX)/share
 doc = $(share)/doc/blockyard
 units = $(DESTDIR)$(PREFIX)/lib/systemd/system
@@ -35,10 +37,12 @@ soak: ## run the tests that take hours: power cuts, long loads, fuzzing (scripts
 	@scripts/soak
 
 perf: ## compare rates, latencies and shares with their known figures, on a quiet machine
+	@rm -f "$(report)"
 	@scripts/setup test
 	$(CARGO) build --locked --workspace
-	$(CARGO) test --locked -p blockyard-cli -p blockyard-bench --test perf --no-fail-fast \
-		-- --test-threads=1 --nocapture
+	PERF_REPORT="$$(realpath -m "$(report)")" $(CARGO) test --locked -p blockyard-cli \
+		-p blockyard-bench --test perf --no-fail-fast -- --test-threads=1 --nocapture; \
+		status=$$?; cat "$(report)" && echo "These figures are in $(report)."; exit $$status
 
 bench: ## measure against the host's file and qemu-storage-daemon; writes docs/benchmark-tables.md
 	@bench/run

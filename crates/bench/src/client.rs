@@ -15,6 +15,8 @@
 
 pub mod cpu;
 mod crew;
+#[cfg(test)]
+mod fake;
 mod host;
 pub mod load;
 mod nbd;

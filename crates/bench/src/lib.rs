@@ -38,6 +38,8 @@ pub mod rate;
 pub mod report;
 pub mod results;
 pub mod samples;
+#[cfg(test)]
+mod scratch;
 pub mod statistics;
 pub mod target;
 pub mod xen;

@@ -38,6 +38,12 @@ impl Stop {
         Ok(stop)
     }
 
+    /// Sets the flag, as a signal does.
+    #[cfg(test)]
+    pub fn request(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
     #[inline]
     pub fn is_requested(&self) -> bool {
         self.0.load(Ordering::Relaxed)
@@ -59,9 +65,9 @@ pub struct Process {
 }
 
 /// Time a process has to end. It removes its files, and its disk may be slow.
-const ENDING: Duration = Duration::from_secs(30);
+const ENDING: Duration = Duration::from_secs(60);
 /// Time that a server has until it listens.
-const LISTENS: Duration = Duration::from_secs(20);
+const LISTENS: Duration = Duration::from_secs(60);
 /// Longest wait for the rest of an ended process: its last output, and the killed processes of its
 /// group.
 const REST: Duration = Duration::from_secs(2);
@@ -122,8 +128,12 @@ impl Process {
         let begin = Instant::now();
         while !listens(socket)? {
             stop.check()?;
+            let ended = self.child.try_wait()?.is_some();
+            if ended {
+                self.hear();
+            }
             anyhow::ensure!(
-                begin.elapsed() < LISTENS && self.child.try_wait()?.is_none(),
+                begin.elapsed() < LISTENS && !ended,
                 "the server does not listen on {}: {}",
                 socket.display(),
                 self.errors().trim()
@@ -255,5 +265,123 @@ pub fn fill(path: &Path, size: u64, stop: &Stop) -> Result<()> {
     match write() {
         Err(e) if e.is::<Interrupted>() => Err(e),
         other => other.with_context(|| format!("writing {}", path.display())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+
+    use super::*;
+    use crate::scratch::{HANG, Scratch, until};
+
+    fn bash(script: &str) -> Process {
+        let mut command = Command::new("bash");
+        Process::start(command.args(["-c", script])).unwrap()
+    }
+
+    /// Reads all lines.
+    fn lines(process: &Process) -> Vec<String> {
+        let stop = Stop::default();
+        let next = || process.line(&stop, Instant::now() + HANG).unwrap().map(|(_, line)| line);
+        std::iter::from_fn(next).collect()
+    }
+
+    #[test]
+    fn output_comes_line_by_line_and_the_status_is_that_of_the_process() {
+        let mut good = bash("echo first; echo aside >&2; printf last; exec >&-; exec 2>&-");
+        assert_eq!(lines(&good), ["first", "last"]);
+        good.finish().unwrap();
+        assert_eq!(good.errors(), "aside\n");
+        let mut bad = bash("echo part; echo 'no such disk' >&2; exit 3");
+        assert_eq!(lines(&bad), ["part"]);
+        let error = bad.finish().unwrap_err().to_string();
+        assert_eq!(error, "bash: exit status: 3: no such disk");
+        let killed = bash("kill -KILL $$").finish().unwrap_err().to_string();
+        assert!(killed.contains("signal: 9"), "{killed}");
+    }
+
+    #[test]
+    fn a_process_has_the_variables_of_its_command_and_no_input() {
+        let mut command = Command::new("bash");
+        command.args(["-c", "echo $COLOUR; read -r line || echo nothing"]).env("COLOUR", "blue");
+        let process = Process::start(&command).unwrap();
+        assert_eq!(lines(&process), ["blue", "nothing"]);
+        let missing = Process::start(&Command::new("/nonexistent/program")).unwrap().finish();
+        let error = missing.unwrap_err().to_string();
+        assert!(error.starts_with("/nonexistent/program: exit status: 127"), "{error}");
+    }
+
+    #[test]
+    fn a_process_that_says_nothing_is_an_error_and_an_interruption_ends_the_wait() {
+        let (process, stop) = (bash("echo why >&2; exec sleep 600"), Stop::default());
+        until("it has spoken", || !process.errors().is_empty());
+        let error = process.line(&stop, Instant::now()).unwrap_err().to_string();
+        assert_eq!(error, "bash says nothing any more: why\n");
+        stop.request();
+        let end = process.line(&stop, Instant::now() + HANG).unwrap_err();
+        assert!(end.is::<Interrupted>() && stop.is_requested());
+    }
+
+    #[test]
+    fn the_end_of_a_process_is_that_of_its_group() {
+        let exists = |pid: &str| Path::new("/proc").join(pid).exists();
+        // Neither of them ends by SIGTERM alone: the shell ends, and the other one ignores it.
+        let mut process =
+            bash("(trap '' TERM; exec sleep 600) & echo $!; trap 'exit 0' TERM; wait");
+        let stop = Stop::default();
+        let (_, child) = process.line(&stop, Instant::now() + HANG).unwrap().unwrap();
+        assert!(exists(&child));
+        process.end().unwrap();
+        assert!(!exists(&process.pid().to_string()));
+        until("the child has ended", || !exists(&child));
+        process.end().unwrap();
+        // The drop ends a process, too.
+        let process = bash("exec sleep 600");
+        let pid = process.pid().to_string();
+        drop(process);
+        assert!(!exists(&pid));
+    }
+
+    #[test]
+    fn a_socket_listens_after_listen_and_only_at_its_whole_path() {
+        let scratch = Scratch::new();
+        let socket = scratch.join("s");
+        assert!(!listens(&socket).unwrap());
+        // Between bind and listen, the file of the socket exists, and a connection is refused.
+        let (family, kind) = (AddressFamily::UNIX, SocketType::STREAM);
+        let bound = rustix::net::socket_with(family, kind, SocketFlags::CLOEXEC, None).unwrap();
+        rustix::net::bind(&bound, &SocketAddrUnix::new(&socket).unwrap()).unwrap();
+        assert!(socket.exists() && !listens(&socket).unwrap());
+        rustix::net::listen(&bound, 1).unwrap();
+        assert!(listens(&socket).unwrap());
+        assert!(!listens(Path::new("s")).unwrap() && !listens(&scratch.join("ss")).unwrap());
+        let mut process = bash("exec sleep 600");
+        process.until_it_listens(&socket, &Stop::default()).unwrap();
+        // A process that ends does not listen.
+        let mut gone = bash("echo 'address in use' >&2; exit 1");
+        let never = scratch.join("never");
+        let error = gone.until_it_listens(&never, &Stop::default()).unwrap_err().to_string();
+        assert!(error.starts_with(&format!("the server does not listen on {}", never.display())));
+        let stop = Stop::default();
+        stop.request();
+        assert!(process.until_it_listens(&never, &stop).unwrap_err().is::<Interrupted>());
+    }
+
+    #[test]
+    fn a_filled_file_has_no_holes_and_the_same_bytes_each_time() {
+        let (scratch, stop) = (Scratch::new(), Stop::default());
+        let (a, b) = (scratch.join("a"), scratch.join("b"));
+        fill(&a, (2 << 20) + 1000, &stop).unwrap();
+        fill(&b, (2 << 20) + 1000, &stop).unwrap();
+        let bytes = std::fs::read(&a).unwrap();
+        assert_eq!(bytes.len(), (2 << 20) + 1000);
+        assert!(bytes == std::fs::read(&b).unwrap(), "the contents differ");
+        assert!(bytes.chunks(512).all(|sector| sector.iter().any(|byte| *byte != 0)));
+        assert!(bytes[..1 << 20] != bytes[1 << 20..2 << 20], "each piece has other bytes");
+        let error = format!("{:#}", fill(Path::new("/nonexistent/a"), 1, &stop).unwrap_err());
+        assert!(error.starts_with("writing /nonexistent/a: "), "{error}");
+        stop.request();
+        assert!(fill(&a, 1 << 20, &stop).unwrap_err().is::<Interrupted>());
     }
 }

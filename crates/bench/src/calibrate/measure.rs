@@ -227,3 +227,87 @@ impl CalibrationPlan<'_> {
         Ok(Some(time))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::process::{Interrupted, fill};
+    use crate::scratch::Scratch;
+
+    const SIZE: u64 = 16 << 20;
+
+    fn plan<'a>(path: &'a Path, writes: bool, stop: &'a Stop) -> CalibrationPlan<'a> {
+        CalibrationPlan { path, size: SIZE, writes, rounds: 1, seconds: 0.1, stop }
+    }
+
+    #[test]
+    fn reads_are_measured_at_all_depths_and_leave_the_file_as_it_is() {
+        let (scratch, stop) = (Scratch::new(), Stop::default());
+        let path = scratch.join("target");
+        fill(&path, SIZE, &stop).unwrap();
+        let before = std::fs::read(&path).unwrap();
+        let plan = plan(&path, false, &stop);
+        assert_eq!(plan.steps(), 11);
+        let measured = plan.measure().unwrap();
+        assert!(measured.written.is_none());
+        assert!(measured.depths.iter().map(|(depth, _)| *depth).eq(DEPTHS));
+        assert!(measured.depths.iter().all(|(_, rate)| *rate > 0.0), "{:?}", measured.depths);
+        // The times are those of the rates at one and at 64 operations in flight.
+        let Times { random, sequential, stream, alone } = measured.reads;
+        assert_eq!((alone, random), (1e9 / measured.depths[0].1, 1e9 / measured.depths[6].1));
+        assert!(sequential > 0.0 && stream > 0.0, "{:?}", measured.reads);
+        assert!(std::fs::read(&path).unwrap() == before, "it was written to");
+    }
+
+    #[test]
+    fn writes_are_measured_if_they_are_permitted_and_leave_no_hole() {
+        let (scratch, stop) = (Scratch::new(), Stop::default());
+        let path = scratch.join("target");
+        fill(&path, SIZE, &stop).unwrap();
+        let before = std::fs::read(&path).unwrap();
+        let plan = plan(&path, true, &stop);
+        assert_eq!(plan.steps(), 19);
+        let written = plan.measure().unwrap().written.unwrap();
+        let Times { random, sequential, stream, alone } = written.times;
+        for time in [random, sequential, stream, alone] {
+            assert!(time > 0.0 && time.is_finite(), "{:?}", written.times);
+        }
+        assert!(written.flush >= 0.0 && written.pair >= 0.0, "{written:?}");
+        let after = std::fs::read(&path).unwrap();
+        assert!(after != before && after.len() as u64 == SIZE);
+        // The last sixteenth was discarded and zeroed, and has data again.
+        let last = (SIZE / 16 * 15) as usize;
+        if written.discard.is_some() && written.write_zeroes.is_some() {
+            assert!(after[last..].iter().all(|byte| *byte == 0x5a));
+        }
+        let file = File::open(&path).unwrap();
+        let hole = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(0));
+        assert!(hole.is_err() || hole == Ok(SIZE), "{hole:?}");
+    }
+
+    #[test]
+    fn a_call_that_the_file_does_not_support_has_no_time() {
+        let (scratch, stop) = (Scratch::new(), Stop::default());
+        let path = scratch.join("target");
+        fill(&path, SIZE, &stop).unwrap();
+        let plan = plan(&path, true, &stop);
+        // No file system inserts a range inside a file whose length it must keep.
+        let both = FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE;
+        assert_eq!(plan.clear(both, 0.01, 0).unwrap(), None);
+        let time = plan.clear(FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0.01, 1);
+        assert!(time.unwrap().is_none_or(|time| time > 0.0));
+    }
+
+    #[test]
+    fn an_interrupted_or_impossible_measurement_is_an_error() {
+        let (scratch, stop) = (Scratch::new(), Stop::default());
+        let missing = scratch.join("missing");
+        let error = format!("{:#}", plan(&missing, true, &stop).measure().unwrap_err());
+        assert!(error.contains("missing"), "{error}");
+        let error = plan(&missing, true, &stop).clear(FallocateFlags::KEEP_SIZE, 0.01, 0);
+        let error = format!("{:#}", error.unwrap_err());
+        assert!(error.contains("clearing a part of") && error.contains("missing"), "{error}");
+        stop.request();
+        assert!(plan(&missing, false, &stop).measure().unwrap_err().is::<Interrupted>());
+    }
+}

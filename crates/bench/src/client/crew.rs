@@ -145,3 +145,57 @@ impl<'a, Q: RequestQueue> Crew<'a, Q> {
         self.hands.drain(..).for_each(|hand| drop(hand.thread.join()));
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+
+    use super::super::fake::{FakeQueue, Fault};
+    use super::super::workload::Pattern;
+    use super::*;
+
+    const SIZE: u64 = 1 << 20;
+
+    /// Runs a load on queues with these faults.
+    fn run(options: &LoadOptions, faults: &[Fault]) -> Result<(Tally, usize)> {
+        let options = LoadOptions { queues: faults.len() as u16, ..options.clone() };
+        let disk = Arc::new(Mutex::new(vec![0; SIZE as usize]));
+        let queue = |fault: &Fault| FakeQueue::new(&disk, *fault, options.depth, 4096);
+        let queues = faults.iter().map(queue).collect();
+        let setup = LoadSetup::new(&options, SIZE)?;
+        let crew = Crew::run(&setup, queues, BackEnd::Unknown, FakeQueue::call)?;
+        Ok((crew.tally, crew.queues.len()))
+    }
+
+    fn options(timeout: f64) -> LoadOptions {
+        LoadOptions {
+            rw: Pattern::Randrw,
+            ops: Some(301),
+            depth: 4,
+            verify: true,
+            timeout,
+            ..LoadOptions::for_socket("unused".into())
+        }
+    }
+
+    #[test]
+    fn the_tally_has_the_operations_of_all_queues() {
+        let (tally, queues) = run(&options(60.0), &[Fault::Nothing; 3]).unwrap();
+        assert_eq!((tally.reads + tally.writes, tally.latency.len(), queues), (301, 301, 3));
+        assert!(tally.verified > 0 && tally.errors == 0, "{}", tally.verified);
+    }
+
+    #[test]
+    fn a_queue_that_hangs_ends_the_run_and_is_named() {
+        let error = run(&options(0.05), &[Fault::Nothing, Fault::Hangs]).err().unwrap();
+        assert_eq!(error.to_string(), "queue 1: the back end finished nothing for 50ms");
+    }
+
+    #[test]
+    fn a_queue_that_fails_ends_the_others_and_is_named() {
+        let error = run(&options(60.0), &[Fault::Hangs, Fault::Breaks]).err().unwrap();
+        assert_eq!(format!("{error:#}"), "queue 1: the ring has an impossible index");
+        let error = run(&options(60.0), &[Fault::Corrupts(0), Fault::Hangs]).err().unwrap();
+        assert!(format!("{error:#}").contains("queue 0: wrong data"), "{error:#}");
+    }
+}

@@ -326,12 +326,16 @@ impl Drop for Queue {
 #[cfg(test)]
 mod tests {
     use std::os::unix::net::UnixStream;
+    use std::time::Instant;
 
     use super::*;
+    use crate::scratch::HANG;
 
     /// A queue with slots of `bytes` bytes, and the server's end of its connection.
     fn queue(bytes: usize) -> (Queue, UnixStream) {
         let (ours, theirs) = UnixStream::pair().unwrap();
+        theirs.set_read_timeout(Some(HANG)).unwrap();
+        theirs.set_write_timeout(Some(HANG)).unwrap();
         (Queue::new(Box::new(ours), 4, bytes).unwrap(), theirs)
     }
 
@@ -408,13 +412,14 @@ mod tests {
             server.write_all(&reply(1, 0, &[])).unwrap();
             server
         });
-        let mut done = Vec::new();
+        let (mut done, start) = (Vec::new(), Instant::now());
         while done.len() < 2 {
             queue.publish().unwrap();
             match queue.reap().unwrap() {
                 Some(reaped) => done.push(reaped),
-                None => queue.sleep(Some(Duration::from_secs(60))).unwrap(),
+                None => queue.sleep(Some(HANG)).unwrap(),
             }
+            assert!(start.elapsed() < HANG, "only {done:?} within {HANG:?}");
         }
         assert_eq!(done, [(0, status::OK), (1, status::OK)]);
         let mut bytes = vec![0; LARGE];

@@ -95,3 +95,39 @@ pub struct Slice {
     /// Sum of the completions' latencies in nanoseconds.
     pub latency_ns: u64,
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_merged_tally_has_the_sums_and_the_longest_times() {
+        let slice = |operations| Slice { operations, bytes: 2 * operations, latency_ns: 3 };
+        let tally = |reads: u64, latency, elapsed_ns, stall, error: Option<&str>| {
+            let mut tally = Tally::new().unwrap();
+            (tally.reads, tally.writes, tally.bytes) = (reads, 2 * reads, 100 * reads);
+            tally.latency.record_n(latency, reads).unwrap();
+            (tally.elapsed_ns, tally.longest_stall_ns) = (elapsed_ns, stall);
+            (tally.errors, tally.first_error) = (error.is_some().into(), error.map(String::from));
+            tally
+        };
+        let mut sum = tally(10, 1_000, 500, 70, None);
+        sum.slices = vec![slice(1)];
+        sum.steps = vec![1, 2, 3];
+        let mut other = tally(30, 5_000, 400, 90, Some("of the second"));
+        other.slices = vec![slice(4), slice(5)];
+        other.steps = vec![10];
+        sum.merge(other).unwrap();
+        sum.merge(tally(0, 1, 1, 1, Some("of the third"))).unwrap();
+        assert_eq!((sum.reads, sum.writes, sum.bytes), (40, 80, 4000));
+        assert_eq!((sum.elapsed_ns, sum.longest_stall_ns), (500, 90));
+        assert_eq!((sum.errors, sum.first_error.as_deref()), (2, Some("of the second")));
+        let both = Slice { operations: 5, bytes: 10, latency_ns: 6 };
+        assert!(sum.slices == [both, slice(5)]);
+        assert_eq!(sum.steps, [11, 2, 3]);
+        // A quarter of the operations took a microsecond, and the others took five.
+        let at = |q| sum.latency.value_at_quantile(q);
+        assert_eq!((sum.latency.len(), at(0.25) / 10, at(0.26) / 10), (40, 100, 500));
+        assert_eq!(at(0.99) / 10, 500);
+    }
+}

@@ -305,3 +305,182 @@ impl<'a, R: Ring> Supervisor<'a, R> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixListener;
+
+    use blockyard_disk::{Disk, DiskOptions, LocalDisk, OpKind, Source};
+    use blockyard_export::vhost_user::{QueueShape, SecondClient, Tuning, VhostUser};
+    use blockyard_export::{Export, Listener, PollMode, Reactors, STOP_TIME};
+    use blockyard_image::{CacheMode, ChainOptions};
+
+    use super::*;
+    use crate::scratch::{HANG, Scratch, until};
+
+    /// A disk of 1 MiB in memory, which this process serves.
+    struct Server {
+        scratch: Scratch,
+        disk: Arc<Disk>,
+        reactors: Arc<Reactors>,
+        export: VhostUser,
+    }
+
+    impl Server {
+        fn start(read_only: bool) -> Self {
+            let scratch = Scratch::new();
+            let options = DiskOptions {
+                name: "disk".into(),
+                serial: String::new(),
+                read_only,
+                cache: CacheMode::None,
+                filters: Vec::new(),
+                on_enospc: Default::default(),
+            };
+            let source = Source::open(&ChainOptions::new("ram:1M")).unwrap();
+            let disk = Arc::new(Disk::new(options, source));
+            let reactors = Arc::new(Reactors::start(1, &[]).unwrap());
+            let tuning = Tuning {
+                poll: PollMode::Off,
+                in_band: false,
+                pin_memory: false,
+                any_memory_file: false,
+                second_client: SecondClient::Refuse,
+            };
+            let listener = Listener::bind(&scratch.join("s")).unwrap();
+            let shape = QueueShape { queues: 2, size: 256 };
+            let export =
+                VhostUser::start(disk.clone(), listener, shape, tuning, reactors.clone()).unwrap();
+            Server { scratch, disk, reactors, export }
+        }
+
+        fn load(&self, options: LoadOptions) -> Result<Report> {
+            run(&options, &self.scratch.join("s"))
+        }
+
+        fn reads(&self) -> u64 {
+            let of_reactor = self.reactors.all().filter_map(|reactor| {
+                let disk = self.disk.clone();
+                let statistics = reactor.ask(move |handle, reply| {
+                    reply.send(LocalDisk::known(handle, &disk).map(|served| served.statistics()));
+                });
+                Some(statistics??.summary(OpKind::Read)?.requests)
+            });
+            of_reactor.sum()
+        }
+    }
+
+    impl Drop for Server {
+        fn drop(&mut self) {
+            self.export.stop(Instant::now() + STOP_TIME);
+        }
+    }
+
+    fn options(rw: Pattern, ops: u64) -> LoadOptions {
+        LoadOptions {
+            rw,
+            ops: Some(ops),
+            depth: 8,
+            timeout: 60.0,
+            ..LoadOptions::for_socket("unused".into())
+        }
+    }
+
+    fn error(result: Result<Report>) -> String {
+        format!("{:#}", result.expect_err("an error"))
+    }
+
+    #[test]
+    fn a_ring_has_room_for_the_depth_and_the_back_end_must_have_what_the_load_needs() {
+        let size = |change: &dyn Fn(&mut LoadOptions)| {
+            let mut options = options(Pattern::Randread, 1);
+            change(&mut options);
+            plan(&options).queue_size
+        };
+        assert_eq!(size(&|_| ()), 128, "the least");
+        // A request takes three descriptors, or one with indirect ones.
+        assert_eq!(size(&|o| o.depth = 100), 512);
+        assert_eq!(size(&|o| (o.depth, o.indirect) = (100, true)), 128);
+        assert_eq!(size(&|o| o.depth = 32768), 1 << 15, "the most");
+        assert_eq!(size(&|o| (o.depth, o.queue_size) = (100, Some(64))), 64);
+        let required = |change: &dyn Fn(&mut LoadOptions)| {
+            let mut options = options(Pattern::Randread, 1);
+            change(&mut options);
+            plan(&options).required
+        };
+        assert_eq!(required(&|_| ()), 0);
+        assert_eq!(required(&|o| o.end_flush = true), feature::FLUSH);
+        assert_eq!(required(&|o| o.rw = Pattern::Randtrim), feature::DISCARD);
+        let both = |o: &mut LoadOptions| (o.queues, o.flush_every) = (4, 1);
+        assert_eq!(required(&both), feature::MQ | feature::FLUSH);
+    }
+
+    #[test]
+    fn loads_are_verified_on_both_rings() {
+        let server = Server::start(false);
+        for packed in [false, true] {
+            let load = LoadOptions {
+                packed,
+                queues: 2,
+                verify: true,
+                flush_every: 20,
+                ..options(Pattern::Randrw, 400)
+            };
+            let report = server.load(load).unwrap();
+            assert_eq!(report.target.ring, Some(if packed { "packed" } else { "split" }));
+            assert_eq!(report.target.capacity_bytes, 1 << 20);
+            assert_eq!((report.operations, report.errors, report.reconnects), (400, 0, 0));
+            assert!(report.verified_blocks > 0 && report.flushes > 0, "{report}");
+            assert!(report.kicks > 0 && report.signals > 0, "{report}");
+        }
+    }
+
+    #[test]
+    fn what_the_disk_cannot_do_is_refused() {
+        let server = Server::start(true);
+        let refused = |options: LoadOptions| error(server.load(options));
+        assert_eq!(refused(options(Pattern::Randwrite, 1)), "the disk is read-only");
+        let large = LoadOptions { size: Some(2 << 20), ..options(Pattern::Randread, 1) };
+        assert!(refused(large).contains("beyond the disk's 1048576 bytes"));
+        let many = LoadOptions { queues: 3, ..options(Pattern::Randread, 30) };
+        assert!(refused(many).contains("the back end has 2 queues, not 3"));
+        assert_eq!(server.load(options(Pattern::Randread, 10)).unwrap().reads, 10);
+    }
+
+    #[test]
+    fn a_back_end_that_is_gone_or_silent_is_an_error() {
+        let scratch = Scratch::new();
+        let socket = scratch.join("s");
+        let said = error(run(&options(Pattern::Randread, 1), &socket));
+        assert!(said.contains(&format!("cannot connect to {}", socket.display())), "{said}");
+        let listener = UnixListener::bind(&socket).unwrap();
+        // The kernel accepts the connection, and no back end answers.
+        let begin = Instant::now();
+        let silent = LoadOptions { timeout: 0.05, ..options(Pattern::Randread, 1) };
+        error(run(&silent, &socket));
+        assert!(begin.elapsed() < HANG, "{:?}", begin.elapsed());
+        let server = std::thread::spawn(move || {
+            // The connection of the silent back end is still in the queue.
+            for _ in 0..2 {
+                drop(listener.accept().unwrap());
+            }
+        });
+        error(run(&options(Pattern::Randread, 1), &socket));
+        until("both connections were closed", || server.is_finished());
+        server.join().unwrap();
+    }
+
+    #[test]
+    fn a_back_end_that_ends_in_the_middle_ends_the_run() {
+        let mut server = Server::start(false);
+        let load =
+            LoadOptions { ops: None, warmup: 0.0, runtime: 1e6, ..options(Pattern::Randread, 1) };
+        let socket = server.scratch.join("s");
+        let client = std::thread::spawn(move || run(&load, &socket));
+        until("the load has begun", || server.reads() > 100);
+        server.export.stop(Instant::now() + STOP_TIME);
+        until("the client has ended", || client.is_finished());
+        let said = error(client.join().unwrap());
+        assert_eq!(said, "the back end closed the connection in the middle of the run");
+    }
+}

@@ -261,3 +261,165 @@ impl<Q: RequestQueue> Worker<Q> {
         self.queue.kick()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Mutex;
+    use std::sync::mpsc::channel;
+
+    use rustix::event::EventfdFlags;
+
+    use super::super::fake::{BASE, FakeQueue, Fault};
+    use super::super::workload::Pattern;
+    use super::super::{LoadOptions, LoadSetup};
+    use super::*;
+    use crate::scratch::HANG;
+
+    const SIZE: u64 = 1 << 20;
+
+    fn options(rw: Pattern, ops: u64) -> LoadOptions {
+        LoadOptions {
+            rw,
+            ops: Some(ops),
+            depth: 8,
+            seed: Some(1),
+            verify: rw != Pattern::Randtrim,
+            ..LoadOptions::for_socket("unused".into())
+        }
+    }
+
+    struct Hand {
+        shared: Arc<Shared>,
+        resume: Option<Sender<()>>,
+        events: Receiver<Event<FakeQueue>>,
+        wake: OwnedFd,
+        disk: Arc<Mutex<Vec<u8>>>,
+    }
+
+    /// Starts a worker with a command.
+    fn start(options: &LoadOptions, fault: Fault, command: u8) -> Hand {
+        let disk = Arc::new(Mutex::new(vec![0xee; SIZE as usize]));
+        let queue = FakeQueue::new(&disk, fault, options.depth, options.bs as usize);
+        let (wake, (sender, events), (resume, resumed)) =
+            (queue.call().unwrap(), channel(), channel());
+        let bell = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+        let shared = Arc::new(Shared { command: AtomicU8::new(command), ..Shared::default() });
+        let wiring = Wiring {
+            index: 3,
+            shared: shared.clone(),
+            outbox: Outbox { events: sender, bell: Arc::new(bell) },
+            resume: resumed,
+            epoch: Instant::now(),
+            block_size: options.bs as u32,
+            depth: options.depth,
+            poll: options.poll,
+            inflight_known: true,
+        };
+        let load = LoadSetup::new(options, SIZE).unwrap().load(0).unwrap();
+        let worker = Worker::new(queue, load, wiring);
+        std::thread::spawn(move || worker.run());
+        Hand { shared, resume: Some(resume), events, wake, disk }
+    }
+
+    impl Hand {
+        fn event(&self) -> Event<FakeQueue> {
+            self.events.recv_timeout(HANG).expect("an event")
+        }
+
+        /// Waits for the end. Returns the load, and the names of the events before.
+        fn over(&self) -> (Result<Box<Load>>, Vec<&'static str>) {
+            let mut before = Vec::new();
+            loop {
+                match self.event() {
+                    Event::Begin => before.push("begin"),
+                    Event::End => before.push("end"),
+                    Event::Paused { .. } => before.push("paused"),
+                    Event::Over { index, result, .. } => {
+                        assert_eq!(index, 3);
+                        return (result, before);
+                    }
+                }
+            }
+        }
+
+        fn error(&self) -> String {
+            format!("{:#}", self.over().0.err().expect("an error"))
+        }
+    }
+
+    #[test]
+    fn a_load_is_done_counted_and_verified() {
+        for poll in [false, true] {
+            let options = LoadOptions { poll, flush_every: 10, ..options(Pattern::Randrw, 500) };
+            let hand = start(&options, Fault::Nothing, RUN);
+            let (load, events) = hand.over();
+            let (tally, verifier) = load.map(|load| (load.tally, load.verifier.unwrap())).unwrap();
+            assert_eq!(events, ["begin", "end"]);
+            assert_eq!(tally.reads + tally.writes + tally.flushes, 500);
+            assert!(tally.flushes > 10 && verifier.checked > 100, "{}", verifier.checked);
+            assert_eq!((tally.latency.len(), tally.errors), (500, 0));
+            assert_eq!(tally.bytes, (tally.reads + tally.writes) * 4096);
+            // A notification has at most a request for each slot.
+            assert!((500 / 8..=500).contains(&tally.kicks), "{} kicks", tally.kicks);
+            assert!(hand.shared.progress.load(Ordering::Relaxed) > 0);
+            assert!(hand.disk.lock().unwrap().chunks(4096).any(|block| block[100] != 0xee));
+        }
+    }
+
+    #[test]
+    fn discards_name_their_ranges() {
+        let options = LoadOptions { bs: 8192, ..options(Pattern::Randtrim, 100) };
+        let hand = start(&options, Fault::Nothing, RUN);
+        let tally = hand.over().0.unwrap().tally;
+        assert_eq!((tally.discards, tally.bytes), (100, 0));
+        let disk = hand.disk.lock().unwrap();
+        let gone = disk.chunks(8192).filter(|block| block.iter().all(|byte| *byte == 0)).count();
+        let whole =
+            disk.chunks(8192).filter(|block| block.iter().all(|byte| *byte == 0xee)).count();
+        assert!(gone > 20 && gone + whole == 128, "{gone} blocks are gone, {whole} are not");
+    }
+
+    #[test]
+    fn requests_that_fail_are_counted_and_the_first_is_named() {
+        let tally = start(&options(Pattern::Write, 100), Fault::Fails, RUN).over().0.unwrap().tally;
+        // The read back of the verification fails at times, too.
+        assert!(tally.errors >= 10, "{} errors", tally.errors);
+        let first = tally.first_error.unwrap();
+        assert_eq!(first, "write of 4096 bytes at offset 36864: status 1 (I/O error)");
+    }
+
+    #[test]
+    fn wrong_data_end_the_run() {
+        let error = start(&options(Pattern::Randrw, 500), Fault::Corrupts(200), RUN).error();
+        assert!(error.contains("wrong data at offset"), "{error}");
+        let error = start(&options(Pattern::Randrw, 500), Fault::Breaks, RUN).error();
+        assert_eq!(error, "the ring has an impossible index");
+    }
+
+    #[test]
+    fn a_worker_stops_when_the_supervisor_says_so() {
+        let hand = start(&options(Pattern::Randread, 500), Fault::Hangs, RUN);
+        assert!(matches!(hand.event(), Event::Begin));
+        hand.shared.command.store(STOP, Ordering::Release);
+        rustix::io::write(&hand.wake, &1u64.to_ne_bytes()).unwrap();
+        assert_eq!(hand.error(), "stopped with 8 requests in flight");
+    }
+
+    #[test]
+    fn a_worker_pauses_until_the_next_back_end_is_there() {
+        let hand = start(&options(Pattern::Randrw, 100), Fault::Nothing, PAUSE);
+        assert!(matches!(hand.event(), Event::Begin));
+        assert!(matches!(hand.event(), Event::Paused { index: 3, base: BASE }));
+        hand.shared.command.store(RUN, Ordering::Release);
+        hand.resume.as_ref().unwrap().send(()).unwrap();
+        let (load, events) = hand.over();
+        let tally = load.unwrap().tally;
+        assert_eq!((tally.reads + tally.writes, tally.errors), (100, 0));
+        assert_eq!(events, ["end"]);
+        // The next back end does not come.
+        let mut hand = start(&options(Pattern::Randrw, 100), Fault::Nothing, PAUSE);
+        hand.resume = None;
+        let error = hand.error();
+        assert!(error.starts_with("the back end went away and did not come back"), "{error}");
+    }
+}

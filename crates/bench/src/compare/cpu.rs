@@ -82,7 +82,7 @@ mod tests {
         let own = |s: &Snapshot| s.tree(std::process::id());
         let begin = std::time::Instant::now();
         while own(&Snapshot::take()) - own(&before) < 0.1 {
-            assert!(begin.elapsed().as_secs() < 20, "a busy child is not counted");
+            assert!(begin.elapsed().as_secs() < 60, "a busy child is not counted");
         }
         child.kill().unwrap();
         child.wait().unwrap();

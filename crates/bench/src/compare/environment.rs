@@ -48,3 +48,28 @@ fn disk(folder: &Path) -> String {
         .collect::<Vec<_>>()
         .join(" on ")
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::scratch::Scratch;
+
+    #[test]
+    fn the_environment_names_the_machine_and_the_tools_that_it_has() {
+        let scratch = Scratch::new();
+        let names =
+            |all: &[(String, String)]| all.iter().map(|(name, _)| name.clone()).collect::<Vec<_>>();
+        let facts = environment(&scratch, None);
+        let value = |name: &str| &facts.iter().find(|(n, _)| n == name).unwrap().1;
+        assert_eq!(value("blockyard"), env!("CARGO_PKG_VERSION"));
+        assert!(value("memory").ends_with(" kB"), "{}", value("memory"));
+        let kernel = std::fs::read_to_string("/proc/sys/kernel/osrelease").unwrap();
+        assert_eq!(value("kernel"), kernel.trim());
+        assert!(!names(&facts).contains(&"fio".into()));
+        // The guests' tree has fio and no QEMU.
+        scratch.script("tool", "[[ $1 == fio ]] && echo fio-3.36 || exit 1");
+        let facts = environment(&scratch, Some(&scratch));
+        assert!(facts.contains(&("fio".into(), "fio-3.36".into())), "{facts:?}");
+        assert!(!names(&facts).contains(&"QEMU".into()), "{facts:?}");
+    }
+}

@@ -5,6 +5,7 @@
 //!   stage   images, servers, guests    environment  the machine, for reports
 //!   cpu     processor time             tables       the tables of docs/benchmark-tables.md
 //!   blockdev  qemu-storage-daemon's nodes of an image
+//!   trace     the lines of a script: marks by two clocks, data
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if
 //! wanted. What must hold: systems take turns, and each round begins with another one, so that a
@@ -16,6 +17,7 @@ pub(crate) mod environment;
 mod stage;
 pub(crate) mod system;
 mod tables;
+mod trace;
 mod workload;
 
 use std::path::PathBuf;
@@ -29,7 +31,7 @@ use self::workload::{Amount, Workload};
 use crate::client::{parse_seconds, parse_size};
 use crate::process::Stop;
 use crate::report;
-use crate::results::Results;
+use crate::results::{Results, Run};
 
 /// The same work on the host and in guests, in turn: a table, and with --report a page.
 #[derive(Clone, Debug, clap::Args)]
@@ -163,7 +165,11 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     results.about.extend(systems.iter().map(|s| (s.to_string(), s.about())));
     results.absent = missing;
     let mut stage = Stage::new(guests, options.size.unwrap_or(300 << 20), stop)?;
-    let end = rounds(options, &systems, &works, &mut stage, &mut results);
+    let amount = options.amount();
+    let mut measure = |work: &Workload, system: &System| {
+        work.read(stage.play(system, work.contents(), &work.script(&amount))?)
+    };
+    let end = rounds(options, &systems, &works, &mut measure, &mut results);
     drop(stage);
     if !results.runs.is_empty() {
         tell(options, &results)?;
@@ -171,14 +177,14 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     end
 }
 
+/// Measures all works on all systems in interleaved rounds. `measure` runs a work on a system once.
 fn rounds(
     options: &CompareOptions,
     systems: &[System],
     works: &[Workload],
-    stage: &mut Stage,
+    measure: &mut dyn FnMut(&Workload, &System) -> Result<Run>,
     results: &mut Results,
 ) -> Result<()> {
-    let amount = options.amount();
     for round in 1..=options.rounds {
         for work in works {
             for system in tables::order(round as usize - 1, systems.len()).map(|n| &systems[n]) {
@@ -188,9 +194,7 @@ fn rounds(
                     }
                     continue;
                 }
-                let mut run =
-                    work.read(stage.play(system, work.contents(), &work.script(&amount))?)?;
-                run.round = round;
+                let run = Run { round, ..measure(work, system)? };
                 output::note(format_args!(
                     "round {round} of {}: {work} on {system}: {}",
                     options.rounds,
@@ -228,4 +232,95 @@ fn guests() -> Option<PathBuf> {
         .map(|p| program.parent().map(|f| f.join(p)));
     let mut all = named.into_iter().chain(beside.into_iter().flatten());
     all.find(|folder| folder.join("lib.sh").exists())
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+    use crate::scratch::Scratch;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: CompareOptions,
+    }
+
+    fn options(words: &[&str]) -> CompareOptions {
+        Line::try_parse_from(["compare"].iter().chain(words)).unwrap().options
+    }
+
+    fn systems(names: &[&str]) -> Vec<System> {
+        names.iter().map(|name| name.parse().unwrap()).collect()
+    }
+
+    fn works(names: &[&str]) -> Vec<Workload> {
+        names.iter().map(|name| name.parse().unwrap()).collect()
+    }
+
+    /// Returns a run of a second.
+    fn a_run(work: &Workload, system: &System) -> Run {
+        let (work, system) = (work.to_string(), system.to_string());
+        Run { work, system, seconds: 1.0, operations: 100, ..Run::default() }
+    }
+
+    #[test]
+    fn each_round_measures_all_systems_and_begins_with_another_one() {
+        let (mut calls, mut results) = (Vec::new(), Results::default());
+        let mut measure = |work: &Workload, system: &System| {
+            calls.push(format!("{work} {system}"));
+            Ok(a_run(work, system))
+        };
+        let names = ["host", "nbd", "uml-ubd"];
+        // A job needs fio, which has no NBD.
+        let works = works(&["rate:read", "job:fileserver"]);
+        let options = options(&["--rounds", "3"]);
+        rounds(&options, &systems(&names), &works, &mut measure, &mut results).unwrap();
+        let reads: Vec<_> = calls.iter().filter(|call| call.starts_with("rate:read")).collect();
+        let order = ["host", "nbd", "uml-ubd", "nbd", "uml-ubd", "host", "uml-ubd", "host", "nbd"];
+        assert!(reads.iter().map(|call| &call[10..]).eq(order), "{reads:?}");
+        let jobs: Vec<_> = calls.iter().filter(|call| call.starts_with("job:")).collect();
+        let order = ["host", "uml-ubd", "uml-ubd", "host", "uml-ubd", "host"];
+        assert!(jobs.iter().map(|call| &call[15..]).eq(order), "{jobs:?}");
+        let of_round = |round| results.runs.iter().filter(|run| run.round == round).count();
+        assert_eq!([0, 1, 2, 3, 4].map(of_round), [0, 5, 5, 5, 0]);
+    }
+
+    #[test]
+    fn the_report_of_a_run_that_fails_has_the_measurements_before_it() {
+        let folder = Scratch::new();
+        let mut results = Results::new(Vec::new(), Vec::new());
+        let mut left = 4;
+        let mut measure = |work: &Workload, system: &System| {
+            left -= 1;
+            anyhow::ensure!(left > 0, "{system}: the script says: no space");
+            Ok(a_run(work, system))
+        };
+        let options = options(&["--rounds", "5", "--report", folder.to_str().unwrap()]);
+        let (systems, works) = (systems(&["host", "nbd"]), works(&["rate:write"]));
+        let error = rounds(&options, &systems, &works, &mut measure, &mut results).unwrap_err();
+        assert_eq!(error.to_string(), "host: the script says: no space");
+        let saved = Results::load(&folder).unwrap();
+        let runs: Vec<_> = saved.runs.iter().map(|run| (run.round, &*run.system)).collect();
+        assert_eq!(runs, [(1, "host"), (1, "nbd"), (2, "nbd")]);
+    }
+
+    #[test]
+    fn options_that_do_not_fit_are_refused_and_named() {
+        let refused = |words: &[&str]| {
+            let error = Line::try_parse_from(["compare"].iter().chain(words)).err().unwrap();
+            error.to_string()
+        };
+        assert!(refused(&["rate:sideways"]).contains("sideways"));
+        assert!(refused(&["--systems", "host,qemu"]).contains("\"qemu\" is none of host, uml-ubd"));
+        assert!(
+            refused(&["--systems", "host:qcow2"]).contains("host is measured on raw images only")
+        );
+        assert!(refused(&["--table", "nbd", "--report", "d"]).contains("--report"));
+        assert!(refused(&["--only", "4k"]).contains("--table"));
+        assert!(refused(&["--rounds", "0"]).contains("1..=1000"));
+        assert_eq!(options(&["--seconds", "3", "--ops", "7"]).amount().seconds, 3.0);
+        assert_eq!(options(&[]).amount().seconds, 20.0);
+    }
 }

@@ -19,15 +19,13 @@ use super::blockdev::{self, ImageFile};
 use super::cpu::Snapshot;
 use super::system::{Image, System, SystemKind};
 use super::tables::settle;
+use super::trace::{Measured, Trace};
 use crate::experiment::Contents;
 use crate::process::{Process, Stop, fill};
 use crate::results::{Cpu, Run, Spent};
 
 /// A script without output for this time has failed.
 const SILENCE: Duration = Duration::from_secs(300);
-
-/// Length in seconds of the run that measures the guest's clock.
-const LONG: f64 = 1.0;
 
 pub struct Stage {
     folder: PathBuf,
@@ -311,51 +309,22 @@ impl Stage {
         started: Instant,
         said: &mut Vec<String>,
     ) -> Result<Played> {
-        let mut marks: Vec<(String, Instant, u64, Snapshot)> = Vec::new();
-        let before = Snapshot::take();
-        let mut data: HashMap<String, Vec<String>> = HashMap::new();
-        let mut inside: Option<String> = None;
+        let mut trace = Trace::new(started, Snapshot::take(), said);
         while let Some((came, line)) = player.line(&self.stop, Instant::now() + SILENCE)? {
-            let words: Vec<&str> = line.split(' ').collect();
-            match (&words[..], &mut inside) {
-                (["end", name], Some(block)) if name == block => inside = None,
-                (_, Some(block)) => data.entry(block.clone()).or_default().push(line),
-                (["mark", name, clock], None) => {
-                    let clock =
-                        clock.parse().with_context(|| format!("a mark without a clock: {line}"))?;
-                    marks.push((name.to_string(), came, clock, Snapshot::take()));
-                }
-                (["data", name], None) => inside = Some(name.to_string()),
-                _ => said.push(line),
-            }
+            trace.take(came, line, Snapshot::take)?;
         }
-        // If a script prints no mark `begin`, its measured time begins with the guest.
-        if !marks.iter().any(|m| m.0 == "begin") {
-            let clock =
-                marks.first().map_or(0, |m| m.2.saturating_sub((m.1 - started).as_micros() as u64));
-            marks.insert(0, ("begin".into(), started, clock, before));
-        }
-        let from = marks.iter().position(|m| m.0 == "begin").unwrap_or(0);
-        let Some(to) = marks.iter().position(|m| m.0 == "end").filter(|to| *to > from) else {
-            anyhow::bail!("the script ended without its marks: {}", player.errors().trim())
-        };
-        let steps = marks[from..to]
-            .windows(2)
-            .map(|m| (m[1].0.clone(), (m[1].1 - m[0].1).as_secs_f64()))
-            .collect();
-        let (begin, end) = (&marks[from], &marks[to]);
-        let seconds = (end.1 - begin.1).as_secs_f64();
-        let guest_seconds = end.2.saturating_sub(begin.2) as f64 / 1e6;
-        let used = |pid| (end.3.tree(pid) - begin.3.tree(pid)).max(0.0);
+        let part = trace.measured().with_context(|| {
+            format!("the script ended without its marks: {}", player.errors().trim())
+        })?;
+        let used = |pid| (part.end.tree(pid) - part.begin.tree(pid)).max(0.0);
         let cpu = Cpu {
             guest: used(player.pid()),
             backend: server.map(|s| used(s.pid())),
-            kernel: end.3.kernel_since(&begin.3),
+            kernel: part.end.kernel_since(&part.begin),
         };
+        let clock = part.clock();
+        let Measured { seconds, guest_seconds, steps, data, .. } = part;
         let run = Run { steps, seconds, guest_seconds: Some(guest_seconds), cpu, ..Run::default() };
-        // The host may receive the script's `mark` lines some milliseconds late. In a short run
-        // that would distort the ratio of the clocks.
-        let clock = if guest_seconds >= LONG { seconds / guest_seconds } else { 1.0 };
         Ok(Played { run, data, clock, spent: Spent::default() })
     }
 }

@@ -192,6 +192,40 @@ impl System {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::scratch::Scratch;
+
+    #[test]
+    fn a_system_that_cannot_be_measured_says_what_is_missing() {
+        let system = |name: &str| name.parse::<System>().unwrap();
+        assert_eq!(system("host").missing(None), None);
+        assert_eq!(system("nbd").missing(None), None);
+        let why = system("uml-ubd").missing(None).unwrap();
+        assert!(why.contains("BLOCKYARD_GUESTS"), "{why}");
+        // These guests have QEMU's tree, and no User Mode Linux.
+        let guests = Scratch::new();
+        guests.file("lib.sh", "have() { [[ $1 == tree || $1 == qemu ]]; }");
+        assert_eq!(system("qemu-virtio").missing(Some(&guests)), None);
+        assert_eq!(system("nbd-qsd").missing(Some(&guests)), None);
+        let why = system("uml-blockyard").missing(Some(&guests)).unwrap();
+        assert_eq!(why, format!("its guest is not set up: run {}/setup uml", guests.display()));
+        guests.file("lib.sh", "have() { false; }");
+        assert!(system("nbd-qsd").missing(Some(&guests)).unwrap().ends_with("setup tree"));
+        assert!(system("ublk").missing(Some(&guests)).unwrap().contains("ublk"));
+    }
+
+    #[test]
+    fn a_system_says_what_its_writes_promise() {
+        for (name, _, _) in SystemKind::NAMES {
+            let system: System = name.parse().unwrap();
+            // Only this driver answers a flush without a sync.
+            assert_eq!(system.drops_flushes(), name == "uml-ubd");
+            assert_eq!(system.about().contains("flushes dropped"), name == "uml-ubd", "{name}");
+            let guest = name.starts_with("uml") || name.starts_with("qemu");
+            assert_eq!(system.uml() || system.qemu(), guest, "{name}");
+        }
+        let about = "nbd:overlay".parse::<System>().unwrap().about();
+        assert!(about.ends_with("; an empty qcow2 overlay on a raw image"), "{about}");
+    }
 
     #[test]
     fn names_there_and_back() {

@@ -182,3 +182,127 @@ impl Workload {
         Ok(run)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashMap;
+
+    use super::*;
+    use crate::results::Cpu;
+
+    const AMOUNT: Amount = Amount { ops: 50, seconds: 2.0, min_size: 512, max_size: 65536 };
+
+    fn work(name: &str) -> Workload {
+        name.parse().unwrap()
+    }
+
+    /// What a script printed, in a guest with a clock at half of the host's speed.
+    fn played(data: &[(&str, &str)]) -> Played {
+        let lines = |text: &str| text.lines().map(String::from).collect();
+        let data: HashMap<_, _> =
+            data.iter().map(|(name, text)| (name.to_string(), lines(text))).collect();
+        let cpu = Cpu { guest: 1.5, backend: Some(0.5), kernel: 0.25 };
+        let run = Run { seconds: 4.0, guest_seconds: Some(2.0), cpu, ..Run::default() };
+        let spent = Spent { service: Some(1e-4), ..Spent::default() };
+        Played { run, data, clock: 2.0, spent }
+    }
+
+    fn error(name: &str, data: &[(&str, &str)]) -> String {
+        format!("{:#}", work(name).read(played(data)).unwrap_err())
+    }
+
+    #[test]
+    fn names_there_and_back() {
+        for name in ["rate:read", "rate:writesync", "job:fileserver", "job:dd-rm", "job:boot"] {
+            assert_eq!(work(name).to_string(), name);
+        }
+        for (wrong, says) in [
+            ("rate:sideways", "sideways"),
+            ("job:nothing", "nothing"),
+            ("read", "say rate:read, rate:write, rate:writesync, or job:NAME"),
+            ("", "say rate:read"),
+        ] {
+            let error = wrong.parse::<Workload>().unwrap_err().to_string();
+            assert!(error.contains(says), "{wrong}: {error}");
+        }
+    }
+
+    #[test]
+    fn durations_of_single_operations_are_converted_to_the_clock_of_the_host() {
+        let run = work("rate:read").read(played(&[("samples", "512 0.001\n4096 0.25")])).unwrap();
+        assert_eq!(run.samples, [(512, 0.002), (4096, 0.5)]);
+        assert_eq!((run.operations, run.bytes), (2, 4608));
+        // The whole run was timed by both clocks, so neither is converted.
+        assert_eq!((run.seconds, run.guest_seconds), (4.0, Some(2.0)));
+        assert_eq!((run.work.as_str(), run.spent.service), ("rate:read", Some(1e-4)));
+    }
+
+    #[test]
+    fn the_figures_of_fio_are_converted_to_the_clock_of_the_host() {
+        let fio = serde_json::json!({"jobs": [{
+            "read": {"total_ios": 900, "io_bytes": 3686400, "runtime": 1900,
+                "slat_ns": {"mean": 2000.0},
+                "clat_ns": {"percentile": {"50.000000": 1000000, "99.000000": 4000000}}},
+            "write": {"total_ios": 100, "io_bytes": 409600, "runtime": 2000},
+            "usr_cpu": 10.0, "sys_cpu": 20.0,
+        }]});
+        let fio = format!("fio: a note\n{fio}");
+        let run = work("job:fileserver").read(played(&[("fio", &fio), ("log", "")])).unwrap();
+        assert_eq!((run.seconds, run.guest_seconds), (4.0, Some(2.0)), "of fio, by both clocks");
+        assert_eq!((run.operations, run.bytes), (1000, 4096000));
+        assert_eq!(run.latency, [(0.5, 0.002), (0.99, 0.008)]);
+        let spent = (run.spent.submission, run.spent.service);
+        assert_eq!(spent, (Some(2e-6), Some(1e-4)), "of fio, and of the server");
+        assert_eq!(run.cpu.guest, 1.5, "of the processes on the host");
+    }
+
+    #[test]
+    fn an_experiment_is_one_operation() {
+        let run = work("job:dd-rm").read(played(&[])).unwrap();
+        assert_eq!((run.operations, run.seconds, &*run.work), (1, 4.0, "job:dd-rm"));
+    }
+
+    #[test]
+    fn output_without_figures_is_an_error_that_says_what_is_missing() {
+        assert!(error("rate:read", &[]).contains("printed no samples"));
+        assert!(error("rate:read", &[("samples", "# nothing")]).contains("no operation was timed"));
+        let wrong = error("rate:read", &[("samples", "512 0.1\nkilled")]);
+        assert!(wrong.contains("what the script printed") && wrong.contains("line 2"), "{wrong}");
+        assert!(error("job:fileserver", &[]).contains("fio printed no JSON"));
+        let idle = [("fio", r#"{"jobs": [{"read": {"total_ios": 0}}]}"#)];
+        assert!(error("job:fileserver", &idle).contains("fio did nothing"));
+    }
+
+    #[test]
+    fn a_system_refuses_work_that_it_cannot_do() {
+        let refuses = |work_name: &str, system: &str| {
+            work(work_name).refuses(&system.parse().unwrap()).unwrap_or_default()
+        };
+        for system in ["host", "nbd"] {
+            assert!(refuses("job:copy", system).contains("needs a guest"), "{system}");
+        }
+        assert_eq!(refuses("job:dd-rm", "host"), "", "it mounts nothing on the host");
+        assert!(refuses("job:dd-rm", "nbd").contains("needs a guest"));
+        assert!(refuses("job:fileserver", "nbd-qsd").contains("fio"));
+        for system in ["uml-ubd", "qemu-blockyard"] {
+            assert_eq!(refuses("job:copy", system), "", "{system}");
+        }
+        assert_eq!(refuses("rate:read", "nbd"), "");
+    }
+
+    #[test]
+    fn a_script_has_the_limits_of_the_run() {
+        let script = work("rate:write").script(&AMOUNT);
+        assert!(script.contains("$BENCH rate write \"$DISK\" --direct"), "{script}");
+        assert!(script.contains("--min-size 512 --max-size 65536"), "{script}");
+        // The warm-up has another seed than the measured operations, which are always the same.
+        assert!(script.contains("rate --ops 50 --seconds 2 --seed 1"), "{script}");
+        assert_eq!(script, work("rate:write").script(&AMOUNT));
+        let about = work("rate:writesync").about(&AMOUNT);
+        assert!(about.contains("each durable when it ends") && about.contains("50 or 2 s"));
+        let job = work("job:fileserver").script(&AMOUNT);
+        assert!(job.contains("mark begin") && job.contains("filename=$DISK"), "{job}");
+        assert_eq!(work("job:boot").contents(), Contents::Linux);
+        assert_eq!(work("job:fileserver").contents(), Contents::Random);
+    }
+}

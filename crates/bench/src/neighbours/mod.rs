@@ -31,7 +31,7 @@ use serde::Serialize;
 use self::device::{Device, Model};
 use self::figures::{Figure, Round};
 use self::rows::{ALL, Known, Row, Settings};
-use self::scene::Export;
+use self::scene::{Export, Scene};
 use self::stage::Stage;
 use self::thrasher::ThrasherKind;
 use crate::calibrate;
@@ -175,7 +175,7 @@ pub fn run(options: &NeighboursOptions) -> Result<()> {
     let stage = Stage::new(&device, options, &stop)?;
     let known = stage.reckon_by(costs)?;
     let mut rounds: Vec<Vec<Round>> = wanted.iter().map(|_| Vec::new()).collect();
-    let end = play(options, &wanted, &known, &stage, &mut rounds);
+    let end = play(options, &wanted, &known, &|scene| stage.play(scene), &mut rounds);
     drop(stage);
     let interrupted = end.as_ref().is_err_and(|e| e.is::<Interrupted>());
     if end.is_ok() || (interrupted && rounds.iter().any(|r| !r.is_empty())) {
@@ -218,11 +218,12 @@ fn costs(options: &NeighboursOptions, device: &Device, stop: &Stop) -> Result<De
     calibrate::of_folder(folder, options.size, 16.0, stop)
 }
 
+/// Measures all rows in rounds. `measure` plays a scene, and returns the reports of its disks.
 fn play(
     options: &NeighboursOptions,
     rows: &[Row],
     known: &Known,
-    stage: &Stage,
+    measure: &dyn Fn(&Scene) -> Result<Vec<Option<Report>>>,
     rounds: &mut [Vec<Round>],
 ) -> Result<()> {
     let settings = Settings {
@@ -237,9 +238,8 @@ fn play(
             let first = round as usize % scenes.len();
             let mut played = Round(Vec::new());
             for scene in scenes[first..].iter().chain(&scenes[..first]) {
-                played
-                    .0
-                    .push((scene.name, stage.play(scene).with_context(|| row.name().to_string())?));
+                let reports = measure(scene).with_context(|| row.name().to_string())?;
+                played.0.push((scene.name, reports));
             }
             output::note(format_args!("round {} of {}: {}", round + 1, options.rounds, row.name()));
             rounds.push(played);
@@ -283,4 +283,174 @@ fn write(folder: &Path, json: &str, results: &Results) -> Result<()> {
     let picture = table::picture(&results.rows)
         .file("Neighbours on one device, with fair shares and without");
     replace(&folder.join("neighbours.svg"), picture.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::RefCell;
+
+    use clap::Parser;
+
+    use super::*;
+    use crate::client::LoadOptions;
+    use crate::client::cpu::{BackEnd, Meter};
+    use crate::client::load::{Slice, Tally};
+    use crate::client::report::Target;
+    use crate::scratch::Scratch;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        options: NeighboursOptions,
+    }
+
+    fn options(words: &[&str]) -> NeighboursOptions {
+        Line::try_parse_from(["neighbours"].iter().chain(words)).unwrap().options
+    }
+
+    fn known() -> Known {
+        Known { costs: DeviceCosts::default(), mean_d1: 100_000, mean_d8: 200_000 }
+    }
+
+    /// Returns the report of a client with so many operations of 200 us in a second.
+    fn report(operations: u64) -> Report {
+        let mut tally = Tally::new().unwrap();
+        (tally.reads, tally.bytes, tally.elapsed_ns) =
+            (operations, operations * 4096, 1_000_000_000);
+        tally.latency.saturating_record_n(200_000, operations);
+        tally.slices = vec![Slice { operations: operations / 10, bytes: 0, latency_ns: 0 }; 10];
+        let options = LoadOptions::for_socket("s".into());
+        let meter = Meter::new(BackEnd::Unknown).unwrap();
+        Report::new(&options, Target::default(), &tally, &meter, 0)
+    }
+
+    /// Plays rows. Returns the names of the scenes in the order of their measurement, and the
+    /// finished rounds.
+    fn played(
+        rows: &[Row],
+        rounds: &str,
+        answer: impl Fn(usize) -> Result<Vec<Option<Report>>>,
+    ) -> (Result<()>, Vec<&'static str>, Vec<Vec<Round>>) {
+        let scenes = RefCell::new(Vec::new());
+        let measure = |scene: &Scene| {
+            scenes.borrow_mut().push(scene.name);
+            answer(scenes.borrow().len())
+        };
+        let mut finished: Vec<Vec<Round>> = rows.iter().map(|_| Vec::new()).collect();
+        let options = options(&["--rounds", rounds]);
+        let end = play(&options, rows, &known(), &measure, &mut finished);
+        (end, scenes.into_inner(), finished)
+    }
+
+    #[test]
+    fn each_round_plays_all_scenes_and_begins_with_another_one() {
+        let rows = ["lone".parse().unwrap(), "reserve".parse().unwrap()];
+        let (end, scenes, rounds) = played(&rows, "3", |_| Ok(Vec::new()));
+        end.unwrap();
+        let first = ["without", "with", "without, d1", "with, d1", "with", "unreserved"];
+        let second = ["with", "without, d1", "with, d1", "without", "unreserved", "with"];
+        let third = ["without, d1", "with, d1", "without", "with", "with", "unreserved"];
+        assert_eq!(scenes, [first, second, third].concat());
+        assert_eq!(rounds.iter().map(Vec::len).collect::<Vec<_>>(), [3, 3]);
+    }
+
+    #[test]
+    fn a_scene_that_fails_names_its_row_and_leaves_the_finished_rounds() {
+        let rows = ["lone".parse().unwrap(), "burst".parse().unwrap()];
+        let answer = |call| match call {
+            // The seventh scene is in the second round of the first row.
+            7 => Err(anyhow::anyhow!("disk lone: the server ended")),
+            _ => Ok(vec![Some(report(1000))]),
+        };
+        let (end, _, rounds) = played(&rows, "5", answer);
+        assert_eq!(format!("{:#}", end.unwrap_err()), "lone: disk lone: the server ended");
+        assert_eq!(rounds.iter().map(Vec::len).collect::<Vec<_>>(), [1, 1]);
+    }
+
+    #[test]
+    fn the_json_has_each_client_of_each_scene() {
+        let round = Round(vec![
+            ("alone", vec![Some(report(5_000)), None]),
+            ("with", vec![Some(report(2_000)), Some(report(8_000))]),
+        ]);
+        let json = serde_json::to_value(clients(&round)).unwrap();
+        let found: Vec<_> = json
+            .as_array()
+            .unwrap()
+            .iter()
+            .map(|c| (c["scene"].as_str().unwrap(), c["disk"].as_u64(), c["iops"].as_f64()))
+            .collect();
+        let rate = |iops: f64| Some(iops);
+        assert_eq!(
+            found,
+            [
+                ("alone", Some(0), rate(5_000.0)),
+                ("with", Some(0), rate(2_000.0)),
+                ("with", Some(1), rate(8_000.0)),
+            ]
+        );
+        assert_eq!(json[2]["slices"], serde_json::json!(vec![800; 10]));
+        let p99 = json[0]["latency_us"]["p99"].as_f64().unwrap();
+        assert!((p99 - 200.0).abs() < 0.5, "{p99} us");
+    }
+
+    #[test]
+    fn a_report_has_the_figures_and_the_picture_of_each_row() {
+        let folder = Scratch::new();
+        let row: Row = "thrash-d1".parse().unwrap();
+        let pair = |own, other| vec![Some(report(own)), Some(report(other))];
+        let rounds = [Round(vec![
+            ("alone", vec![Some(report(4_000))]),
+            ("saturated", vec![Some(report(10_000))]),
+            ("without", pair(400, 9_000)),
+            ("with", pair(3_900, 5_000)),
+        ])];
+        let figures = figures::of(row, Order::Together, &rounds, &known().costs, true);
+        let played = Played {
+            row: row.name().into(),
+            about: row.about().into(),
+            figures,
+            rounds: rounds.iter().map(clients).collect(),
+        };
+        let results = Results {
+            environment: vec![("kernel".into(), "7".into())],
+            command: vec!["neighbours".into()],
+            device: "model".into(),
+            costs: DeviceCosts::default(),
+            rows: vec![played],
+        };
+        let json = serde_json::to_string(&results).unwrap();
+        write(&folder, &json, &results).unwrap();
+        assert_eq!(folder.lines("neighbours.json").concat(), json);
+        let json: serde_json::Value = serde_json::from_str(&json).unwrap();
+        assert_eq!(json["rows"][0]["rounds"][0].as_array().unwrap().len(), 6);
+        let svg = std::fs::read_to_string(folder.join("neighbours.svg")).unwrap();
+        assert!(svg.contains("thrash-d1: polite: random reads of 4 KiB, one at a time"), "{svg}");
+        assert!(svg.contains("p99 without") && svg.trim_end().ends_with("</svg>"));
+        let missing = write(Path::new("/nonexistent"), "{}", &results).unwrap_err();
+        assert!(format!("{missing:#}").contains("/nonexistent/neighbours.json"), "{missing:#}");
+    }
+
+    #[test]
+    fn options_that_do_not_fit_are_refused() {
+        let refused = |words: &[&str]| {
+            let error = Line::try_parse_from(["neighbours"].iter().chain(words)).err().unwrap();
+            error.to_string()
+        };
+        assert!(refused(&["--target", "/d", "--model", "parallel=1"]).contains("--model"));
+        assert!(refused(&["--costs", "c.toml"]).contains("--target"));
+        assert!(refused(&["--rows", "thrash-d1,none"]).contains("\"none\" is no row"));
+        let arrives: Vec<_> = ["together", "polite-first", "thrasher-first", "returns", "sleeps"]
+            .map(|order| options(&["--order", order]).order.arrives())
+            .into();
+        assert_eq!(arrives, [false, false, true, true, true]);
+        // The costs of a folder's device are those of the file, which must have the device.
+        let folder = Scratch::new();
+        let costs_file = folder.file("costs.toml", "");
+        let (target, file) = (folder.to_str().unwrap(), costs_file.to_str().unwrap());
+        let options = options(&["--target", target, "--costs", file]);
+        let device = Device::Folder(folder.to_path_buf());
+        let error = format!("{:#}", costs(&options, &device, &Stop::default()).unwrap_err());
+        assert!(error.contains("bench calibrate") && error.contains("costs.toml"), "{error}");
+    }
 }

@@ -325,3 +325,148 @@ fn limits(seconds: f64) -> Vec<Scene> {
         scene("iops-write", mixed(40)),
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const KNOWN: Known = Known {
+        costs: DeviceCosts {
+            device: String::new(),
+            description: String::new(),
+            read: 9_000,
+            read_sequential: 9_000,
+            read_per_mib: 256_000,
+            write: 20_000,
+            write_sequential: 20_000,
+            write_per_mib: 256_000,
+            flush: 1,
+            discard: 1,
+            write_zeroes: 1,
+            window: 1,
+            base_latency_read: 1,
+            base_latency_write: 1,
+        },
+        mean_d1: 100_000,
+        mean_d8: 250_001,
+    };
+
+    fn settings(thrasher: ThrasherKind) -> Settings {
+        let (polite_by, thrasher_by) = (Export::Nbd, Export::VhostUser);
+        Settings { seconds: 2.0, thrasher, polite_by, thrasher_by }
+    }
+
+    fn scenes(name: &str) -> Vec<Scene> {
+        let row: Row = name.parse().unwrap();
+        assert_eq!(row.name(), name);
+        row.scenes(&KNOWN, &settings(ThrasherKind::default()))
+    }
+
+    fn names(scenes: &[Scene]) -> Vec<&str> {
+        scenes.iter().map(|scene| scene.name).collect()
+    }
+
+    fn knob(disk: &Disk, key: &str) -> Option<String> {
+        disk.knobs.get(key).map(|value| value.to_string().trim_matches('"').to_string())
+    }
+
+    #[test]
+    fn a_row_that_is_none_is_refused_with_the_names_of_all() {
+        let error = "thrash".parse::<Row>().unwrap_err().to_string();
+        assert!(error.starts_with("\"thrash\" is no row: thrash-d1, thrash-d8,"), "{error}");
+        let defaults = |model| ALL.iter().filter(|(_, row, _)| row.is_default(model)).count();
+        // The frontier takes long, and 64 files of a folder take much space.
+        assert_eq!((defaults(true), defaults(false)), (15, 14));
+        assert!(ALL.iter().all(|(_, row, about)| row.about() == *about));
+    }
+
+    #[test]
+    fn a_polite_disk_is_measured_alone_and_beside_the_thrasher_with_and_without_the_scheduler() {
+        let scenes = scenes("thrash-d8");
+        assert_eq!(names(&scenes), ["alone", "saturated", "without", "with"]);
+        assert!(scenes.iter().all(|s| s.fair == (s.name == "with") && s.seconds == 2.0));
+        for scene in &scenes {
+            let [polite, thrasher] = &scene.disks[..] else {
+                panic!("{} disks", scene.disks.len())
+            };
+            assert_eq!((polite.export, thrasher.export), (Export::Nbd, Export::VhostUser));
+            assert!(!polite.beside && thrasher.beside);
+            // The thrasher is served, but idle, while the polite disk is alone.
+            let busy = matches!(scene.name, "with" | "without");
+            assert_eq!(thrasher.load.is_some(), busy, "{}", scene.name);
+            let depth = polite.load.as_ref().unwrap().depth;
+            assert_eq!(depth, if scene.name == "saturated" { 256 } else { 8 });
+            assert_eq!(knob(polite, "latency-target"), None);
+        }
+        let several =
+            Row::Thrash(Polite::D1, false).scenes(&KNOWN, &settings(ThrasherKind::Several));
+        assert!(several.iter().all(|scene| scene.disks.len() == 5));
+    }
+
+    #[test]
+    fn a_latency_target_is_a_multiple_of_the_latency_alone() {
+        let target = |scene: &Scene| knob(&scene.disks[0], "latency-target");
+        let d1 = scenes("thrash-d1-target");
+        assert_eq!(
+            d1.iter().map(target).collect::<Vec<_>>(),
+            [None, None, None, Some("110us".into())]
+        );
+        // Rounded up: 275.0011 us.
+        assert_eq!(target(&scenes("thrash-d8-target")[3]), Some("276us".into()));
+        let frontier = scenes("frontier-d1");
+        assert_eq!(names(&frontier)[4..], TARGETS.map(|(name, _)| name));
+        let targets: Vec<_> = frontier[4..].iter().filter_map(target).collect();
+        assert_eq!(targets, ["110us", "130us", "160us", "200us", "300us", "600us"]);
+        assert!(frontier[4..].iter().all(|scene| scene.fair));
+    }
+
+    #[test]
+    fn weights_are_one_to_eight_with_each_kind_of_load() {
+        for name in ["weights", "weights-sizes", "weights-mix"] {
+            let scenes = scenes(name);
+            assert_eq!((scenes.len(), scenes[0].fair), (1, true));
+            let weights: Vec<_> =
+                scenes[0].disks.iter().map(|d| knob(d, "weight").unwrap()).collect();
+            assert_eq!(weights, ["100", "200", "400", "800"], "{name}");
+        }
+        let sizes = scenes("weights-sizes");
+        let load = |n: usize| sizes[0].disks[n].load.as_ref().unwrap();
+        assert_eq!((load(1).bs, load(2).bs), (16 << 10, 64 << 10));
+        assert_eq!(load(3).bssplit, Some(Sizes(vec![(4096, 50), (64 << 10, 50)])));
+        let mix = scenes("weights-mix");
+        assert_eq!(mix[0].disks[3].load.as_ref().unwrap().rwmixread, 70);
+    }
+
+    #[test]
+    fn a_reservation_is_three_tenths_of_the_time_of_the_device() {
+        // A read of 4 KiB costs 10 us.
+        assert_eq!(reserved(&KNOWN.costs), 30_000);
+        assert_eq!(
+            reserved(&DeviceCosts::default()),
+            300_000_000 / DeviceCosts::default().read.max(1)
+        );
+        let scenes = scenes("reserve");
+        assert_eq!(names(&scenes), ["with", "unreserved"]);
+        let own: Vec<_> = scenes.iter().map(|s| knob(&s.disks[0], "reserve-iops")).collect();
+        assert_eq!(own, [Some("30000".into()), None]);
+        assert!(scenes.iter().all(|s| knob(&s.disks[0], "weight") == Some("10".into())));
+        assert!(scenes.iter().all(|s| s.disks.len() == 4 && s.disks[1..].iter().all(|d| d.beside)));
+    }
+
+    #[test]
+    fn limits_are_measured_long_enough_and_a_burst_from_its_first_operation() {
+        let limits = scenes("limits");
+        assert_eq!(names(&limits), ["iops", "bps", "iops-read", "iops-write"]);
+        assert!(limits.iter().all(|scene| scene.seconds == 3.0 && scene.warmup == 1.5));
+        assert_eq!(knob(&limits[0].disks[0], "iops"), Some("5000".into()));
+        assert_eq!(knob(&limits[1].disks[0], "bps"), Some((40 << 20).to_string()));
+        let reads = |n: usize| limits[n].disks[0].load.as_ref().unwrap().rwmixread;
+        assert_eq!((reads(2), reads(3)), (95, 40));
+        let burst = &scenes("burst")[0];
+        assert_eq!((burst.warmup, burst.seconds), (0.0, 4.0));
+        assert_eq!(knob(&burst.disks[0], "iops"), Some("2000,max=6000,length=1".into()));
+        assert_eq!(scenes("equal-64")[1].disks.len(), 64);
+        assert_eq!(names(&scenes("lone")), ["without", "with", "without, d1", "with, d1"]);
+        assert!(scenes("work-conserving").iter().all(|scene| scene.disks.len() == 4));
+    }
+}

@@ -26,7 +26,7 @@ use crate::client::{self, LoadOptions};
 use crate::process::{Process, Stop, fill};
 
 /// A server that is not ready after this time has failed.
-const READY: Duration = Duration::from_secs(30);
+const READY: Duration = Duration::from_secs(60);
 /// Duration in seconds of each measurement of a latency without other load.
 const ALONE: f64 = 0.5;
 /// Seconds by which the measured time of neighbours begins earlier than that of the other disks.

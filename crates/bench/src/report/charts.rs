@@ -149,3 +149,103 @@ fn bars(
         width: SIZE.0,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::results::{Cpu, Run};
+
+    fn run(system: &str, samples: &[(u64, f64)]) -> Run {
+        Run {
+            system: system.into(),
+            work: "w".into(),
+            round: 1,
+            seconds: samples.iter().map(|s| s.1).sum::<f64>().max(1.0),
+            operations: samples.len().max(1) as u64,
+            samples: samples.to_vec(),
+            cpu: Cpu { guest: 0.5, backend: Some(0.25), kernel: 0.25 },
+            ..Run::default()
+        }
+    }
+
+    fn results(runs: Vec<Run>) -> Results {
+        Results { runs, ..Results::default() }
+    }
+
+    fn names(series: &[Series]) -> Vec<&str> {
+        series.iter().map(|series| series.name.as_str()).collect()
+    }
+
+    #[test]
+    fn a_size_with_at_least_three_operations_is_a_point_of_the_curve() {
+        let ms = |bytes, all: &[u32]| {
+            all.iter().map(|ms| (bytes, f64::from(*ms) / 1e3)).collect::<Vec<_>>()
+        };
+        let first = [ms(512, &[5, 1]), ms(4096, &[2, 9])].concat();
+        let again = [ms(512, &[3]), ms(65536, &[7])].concat();
+        let results =
+            results(vec![run("uml-ubd", &first), run("uml-ubd", &again), run("host", &[])]);
+        let chart = by_size(&results, "w").unwrap();
+        // The host has no single operations.
+        assert_eq!(names(&chart.series), ["uml-ubd"]);
+        let [point] = chart.series[0].points[..] else { panic!("{:?}", chart.series[0].points) };
+        assert_eq!((point.x, point.y), (512.0, 0.003), "the median of both rounds");
+        let (low, high) = point.band.unwrap();
+        assert!((low - 0.0012).abs() < 1e-9 && (high - 0.0048).abs() < 1e-9, "{low} to {high}");
+        assert!(by_size(&results, "other").is_none());
+    }
+
+    #[test]
+    fn latencies_end_at_the_percentile_that_the_samples_show() {
+        let samples: Vec<_> = (1..=100).map(|ms| (512, f64::from(ms) / 1e3)).collect();
+        let of_fio = Run { latency: vec![(0.5, 0.001), (0.999, 0.004)], ..run("nbd", &[]) };
+        let results = results(vec![run("uml-ubd", &samples), of_fio, run("host", &[])]);
+        let chart = latencies(&results, "w").unwrap();
+        assert_eq!(names(&chart.series), ["uml-ubd", "nbd"]);
+        let points = &chart.series[0].points;
+        assert_eq!(points[0].x, 0.0);
+        assert!((points[0].y - 0.001).abs() < 1e-12);
+        let last = points.last().unwrap();
+        assert!(last.x <= 0.99 && last.x > 0.98, "100 samples do not show more: {last:?}");
+        assert!(points.windows(2).all(|pair| pair[0].y <= pair[1].y));
+        // fio's own percentiles are drawn as they are.
+        let told: Vec<_> = chart.series[1].points.iter().map(|p| (p.x, p.y)).collect();
+        assert_eq!(told, [(0.5, 0.001), (0.999, 0.004)]);
+        assert!(latencies(&self::results(vec![run("host", &[])]), "w").is_none());
+    }
+
+    #[test]
+    fn throughput_is_that_of_the_last_round_in_bytes_a_second() {
+        let early = Run { throughput: vec![9e9; 5], ..run("host", &[]) };
+        let late = Run { throughput: vec![100.0, 200.0, 300.0], round: 2, ..run("host", &[]) };
+        let short = Run { throughput: vec![1.0, 2.0], ..run("nbd", &[]) };
+        let chart = over_time(&results(vec![early, late, short]), "w").unwrap();
+        assert_eq!(names(&chart.series), ["host"], "two tenths of a second are no curve");
+        let points: Vec<_> = chart.series[0].points.iter().map(|p| (p.x, p.y)).collect();
+        assert_eq!(points, [(0.0, 1000.0), (0.1, 2000.0), (0.2, 3000.0)]);
+    }
+
+    #[test]
+    fn bars_have_the_median_of_the_rounds_and_their_range() {
+        let with =
+            |system: &str, operations, seconds| Run { operations, seconds, ..run(system, &[]) };
+        let runs = vec![
+            with("fast", 100, 1.0),
+            with("fast", 100, 2.0),
+            with("fast", 100, 0.5),
+            with("host", 300, 1.0),
+        ];
+        let results = results(runs);
+        let rates = rates(&results, "w");
+        assert_eq!((rates.bars[0].value, rates.bars[0].range), (100.0, Some((50.0, 200.0))));
+        // A system has the same colour in all pictures, and the host has the first one.
+        let looks: Vec<_> = rates.bars.iter().map(|bar| (bar.name.as_str(), bar.look)).collect();
+        assert_eq!(looks, [("fast", 1), ("host", 0)]);
+        let seconds = seconds(&results, "w");
+        assert_eq!((seconds.bars[0].value, seconds.bars[0].range), (1.0, None));
+        assert!(matches!(seconds.unit, Unit::Seconds));
+        // One CPU second for 100 operations.
+        assert_eq!(cpu(&results, "w").bars[0].value, 10_000.0);
+        assert!(cpu(&results, "w").title.starts_with("w: CPU seconds"));
+    }
+}

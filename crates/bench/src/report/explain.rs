@@ -90,3 +90,71 @@ fn limit(f: &Figures) -> String {
         None => format!("it does not lack CPU ({} of a core): it waits", percent(f.guest_cores)),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::results::{Cpu, Spent};
+
+    fn run(system: &str, per_second: u64, guest: f64, backend: Option<f64>) -> Run {
+        Run {
+            system: system.into(),
+            work: "w".into(),
+            seconds: 1.0,
+            operations: per_second,
+            latency: vec![(0.5, 1.0 / per_second as f64)],
+            cpu: Cpu { guest, backend, kernel: 0.0 },
+            ..Run::default()
+        }
+    }
+
+    fn of(runs: Vec<Run>) -> Vec<String> {
+        sentences(&Results { runs, ..Results::default() }, "w")
+    }
+
+    #[test]
+    fn a_sentence_compares_with_the_host_and_names_the_busy_side() {
+        let host = || run("host", 1000, 0.1, None);
+        let all = of(vec![
+            host(),
+            run("uml-blockyard", 500, 0.2, Some(0.95)),
+            run("uml-ubd-sync", 980, 0.92, None),
+            run("nbd", 2500, 0.3, Some(0.4)),
+            run("qemu-virtio", 1000, 0.25, None),
+        ]);
+        assert_eq!(
+            all,
+            [
+                "uml-blockyard: 50% of the host's rate; a median operation takes 1 ms longer; \
+                 the server is CPU-bound: 95% of a core.",
+                "uml-ubd-sync: as fast as the host; the guest is CPU-bound: 92% of a core.",
+                "nbd: 2.5 times the host's rate (less is promised, or caches are between); no side \
+                 lacks CPU (guest 30%, server 40% of a core): it waits.",
+                "qemu-virtio: as fast as the host; it does not lack CPU (25% of a core): it waits.",
+            ]
+        );
+        assert!(of(vec![host()]).is_empty());
+        // Without the host there is nothing to compare with.
+        let alone = of(vec![run("nbd", 10, 0.1, None)]);
+        assert_eq!(alone, ["nbd: it does not lack CPU (10% of a core): it waits."]);
+    }
+
+    #[test]
+    fn the_time_of_an_operation_is_divided_among_server_and_guest() {
+        let spent = Spent { submission: None, queueing: Some(2e-4), service: Some(1e-3) };
+        let served = Run { spent, ..run("uml-blockyard", 500, 0.1, Some(0.1)) };
+        let sentence = &of(vec![served.clone()])[0];
+        assert!(
+            sentence.contains(
+                "of 2 ms are 1 ms service (server and disk), 200 µs queueing, 800 µs the guest's driver"
+            ),
+            "{sentence}"
+        );
+        let spent = Spent { submission: Some(5e-4), ..spent };
+        let sentence = &of(vec![Run { spent, ..served }])[0];
+        assert!(
+            sentence.contains("500 µs submission in the guest, 300 µs notifications"),
+            "{sentence}"
+        );
+    }
+}

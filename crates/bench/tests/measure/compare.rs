@@ -83,21 +83,11 @@ fn a_report_is_whole_and_needs_nothing_else() {
     };
     let rates: Vec<_> = runs.iter().filter(|r| r["work"] == "rate:writesync").map(sizes).collect();
     assert!(rates.len() == 6 && rates.iter().all(|r| r.len() == 40 && *r == rates[0]));
-    // A wrong clock affects all runs of a system. A pause of the machine affects one run.
-    for system in ["host", "uml-blockyard", "uml-ubd"] {
-        let times = |run: &Value| {
-            (run["seconds"].as_f64().unwrap(), run["guest_seconds"].as_f64().unwrap())
-        };
-        let times: Vec<_> = runs.iter().filter(|r| r["system"] == system).map(times).collect();
-        assert!(times.iter().all(|(seconds, _)| *seconds > 0.0), "{times:?}");
-        let right = times
-            .iter()
-            .filter(|(seconds, guest)| (guest - seconds).abs() < 0.5 + 0.2 * seconds)
-            .count();
-        assert!(
-            right >= 2,
-            "{system}: only {right} of these are near what the guest's clock says: {times:?}"
-        );
+    // How near the clocks are is a figure of `tests/perf`.
+    for run in runs {
+        for time in ["seconds", "guest_seconds"] {
+            assert!(run[time].as_f64() > Some(0.0), "{time} of {run}");
+        }
     }
     let served = runs.iter().find(|r| r["system"] == "uml-blockyard").unwrap();
     assert!(

@@ -1,7 +1,7 @@
 //! Measurements with a standard output or standard error that fails, or that has lost its reader.
 
 use std::fs::File;
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 
 use super::*;
 
@@ -19,10 +19,13 @@ fn commands(folder: &Folder) -> Vec<Vec<String>> {
     lines.map(|line: String| line.split(' ').map(str::to_string).collect()).into()
 }
 
-fn bench(arguments: &[String], out: Stdio, err: Stdio) -> Output {
+/// Runs a measurement to its end. Its piped output has what it has printed.
+fn bench(arguments: &[String], out: Stdio, err: Stdio) -> Finished {
     let mut command = Command::new(BENCH);
     command.args(arguments).stdin(Stdio::null()).stdout(out).stderr(err);
-    command.spawn().unwrap().wait_with_output().unwrap()
+    let mut running = Daemon::start_with(&mut command);
+    let status = running.ended(TOOL);
+    Finished { status, out: running.out(), err: running.log() }
 }
 
 #[test]
@@ -33,8 +36,7 @@ fn measurements_end_quietly_when_the_reader_has_gone() {
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         drop(reader);
         let done = bench(&arguments, writer.into(), Stdio::piped());
-        let said = String::from_utf8_lossy(&done.stderr);
-        let said: Vec<_> = said.lines().filter(|line| !line.starts_with("seed ")).collect();
+        let said: Vec<_> = done.err.lines().filter(|line| !line.starts_with("seed ")).collect();
         // The exit status that a shell reports for a program that SIGPIPE ended.
         assert_eq!((done.status.code(), said), (Some(141), vec![]), "{arguments:?}");
     }
@@ -46,7 +48,7 @@ fn measurements_say_that_standard_output_cannot_be_written() {
     for arguments in commands(&folder) {
         let full = File::options().write(true).open("/dev/full").unwrap();
         let done = bench(&arguments, full.into(), Stdio::piped());
-        let said = String::from_utf8_lossy(&done.stderr);
+        let said = &done.err;
         assert_eq!(done.status.code(), Some(1), "{arguments:?}: {said}");
         let line =
             "blockyard: standard output cannot be written: No space left on device (os error 28)";
@@ -61,8 +63,5 @@ fn measurements_do_not_fail_for_want_of_standard_error() {
     let image = folder.image("disk.raw", 1 << 20).display().to_string();
     let arguments = ["rate", "read", &image, "--ops", "3"].map(str::to_string);
     let done = bench(&arguments, Stdio::piped(), full.into());
-    assert_eq!(
-        (done.status.code(), String::from_utf8_lossy(&done.stdout).lines().count()),
-        (Some(0), 3)
-    );
+    assert_eq!((done.status.code(), done.out.lines().count()), (Some(0), 3));
 }

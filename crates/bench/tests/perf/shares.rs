@@ -39,7 +39,7 @@ fn measure_rows(figures: &mut Figures, folder: &Folder, options: &[&str]) {
             figures.row(&what("to share ms"), time, 0.0..TO_SHARE);
         }
         for figure in ["p99 x", "work-csv %"] {
-            println!("   {:<60} {:>10.3}", what(figure), found(figure).unwrap());
+            figures.show(&what(figure), found(figure).unwrap());
         }
     }
 }

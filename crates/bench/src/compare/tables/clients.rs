@@ -161,3 +161,88 @@ impl Table for Clients {
         markdown(&head.map(String::from), &lines)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{self, measured, rounds};
+    use super::*;
+    use crate::scratch::Scratch;
+
+    fn table(scratch: &Scratch) -> Clients {
+        let place = fixture::place(scratch);
+        let base = scratch.file("work/base.img", vec![7; 1 << 20]);
+        Clients { place, base, loads: loads() }
+    }
+
+    #[test]
+    fn the_table_compares_blockyard_with_the_host_and_with_qsd() {
+        let figures = |iops: f64, cpu: f64| {
+            rounds(&[
+                ("iops", [iops, iops * 3.0, iops / 2.0]),
+                ("bytes_per_second", [iops * 4096.0; 3]),
+                ("p50_us", [80.4; 3]),
+                ("p99_us", [250.6; 3]),
+                ("cpu_us", [cpu; 3]),
+            ])
+        };
+        let host = rounds(&[("iops", [200_000.0; 3]), ("p50_us", [60.0; 3])]);
+        let rows = [
+            measured(
+                "reads",
+                &[
+                    ("host", host),
+                    ("qsd", figures(100_000.0, 8.0)),
+                    ("blockyard", figures(150_000.0, 4.0)),
+                ],
+            ),
+            measured("null", &[("qsd", vec![]), ("blockyard", figures(1_000_000.0, 1.0))]),
+        ];
+        let cells = fixture::cells(&table(&Scratch::new()).markdown(&rows));
+        assert_eq!(cells[1], ["reads", "host", "200,000", "", "60", "", "", "", "", "", ""]);
+        let qsd = ["", "qsd", "100,000", "410", "80", "251", "8.00", "125,000", "", "", ""];
+        assert_eq!(cells[2], qsd);
+        let own = [
+            "",
+            "blockyard",
+            "150,000",
+            "614",
+            "80",
+            "251",
+            "4.00",
+            "250,000",
+            "0.75",
+            "1.50",
+            "2.00",
+        ];
+        assert_eq!(cells[3], own);
+        // Without a measurement of qemu-storage-daemon, there is no ratio.
+        assert_eq!(cells[4][..2], ["null", "qsd"]);
+        assert_eq!(cells[5][..3], ["", "blockyard", "1,000,000"]);
+        assert_eq!(cells[5][8..], ["", "", ""]);
+    }
+
+    #[test]
+    fn rows_without_storage_have_no_host() {
+        let table = table(&Scratch::new());
+        for row in table.rows() {
+            let wanted = if row.name.starts_with("null") { &SYSTEMS[1..] } else { &SYSTEMS };
+            assert_eq!(row.systems, wanted, "{}", row.name);
+        }
+        let has = |name: &str| table.loads.iter().find(|load| load.name == name).unwrap();
+        assert_eq!(has("1M sequential write, depth 1").options, "--rw write --bs 1m --depth 1");
+        assert_eq!(has("64k random read, depth 32").options, "--rw randread --bs 64k --depth 32");
+    }
+
+    #[test]
+    fn the_host_has_the_same_load_and_a_server_that_fails_is_an_error() {
+        let scratch = Scratch::new();
+        scratch.script("blockyard", "echo 'no io_uring' >&2; exit 1");
+        let mut table = table(&scratch);
+        let row =
+            table.loads.iter().position(|load| load.name.starts_with("4k random read")).unwrap();
+        let figures = table.measure(row, 0).unwrap();
+        assert!(figures.contains_key("iops") && !figures.contains_key("cpu_us"), "{figures:?}");
+        let error = format!("{:#}", table.measure(row, 2).unwrap_err());
+        assert!(error.contains("no io_uring"), "{error}");
+    }
+}

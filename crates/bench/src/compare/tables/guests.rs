@@ -190,3 +190,99 @@ pub fn sum(path: &Path) -> Result<u32> {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{self, RECORD, measured, rounds};
+    use super::*;
+    use crate::scratch::Scratch;
+
+    fn table(scratch: &Scratch) -> OverlayGuests {
+        OverlayGuests { place: fixture::place(scratch), sums: Vec::new() }
+    }
+
+    #[test]
+    fn the_table_has_seconds_and_the_ratio_of_overlay_to_raw() {
+        let seconds = |all: [f64; 3]| rounds(&[("seconds", all)]);
+        let figures = [
+            seconds([1.0, 2.0, 1.5]),
+            seconds([1.8, 1.2, 9.0]),
+            seconds([2.5, 2.5, 2.5]),
+            seconds([3.0, 3.1, 3.2]),
+        ];
+        let all: Vec<_> = SYSTEMS.iter().map(|s| s.0).zip(figures).collect();
+        let mut some = all.clone();
+        some[0].1.clear();
+        let rows = [measured("copy", &all), measured("boot", &some)];
+        let cells = fixture::cells(&table(&Scratch::new()).markdown(&rows));
+        assert_eq!(cells[0][1..3], ["blockyard, raw", "blockyard, overlay"]);
+        assert_eq!(cells[1], ["copy", "1.500 s", "1.800 s", "2.500 s", "3.100 s", "1.200"]);
+        assert_eq!(cells[2], ["boot", "", "1.800 s", "2.500 s", "3.100 s", ""]);
+    }
+
+    #[test]
+    fn a_guest_is_timed_by_its_own_clock_if_it_says_so() {
+        let scratch = Scratch::new();
+        let table = table(&scratch);
+        let guest = |text: &str| {
+            scratch.script("uml", text);
+            table.guest("the script", Path::new("/the/socket")).map_err(|e| format!("{e:#}"))
+        };
+        let record = "echo \"$@\" >>\"${0%/*}/calls\"";
+        let seconds = guest(&format!("{record}; echo booting; echo took 1500000; echo bye"));
+        assert_eq!(seconds, Ok(1.5));
+        let (call, script) = (&scratch.lines("calls")[0], table.place.folder.join("script"));
+        assert!(call.contains("--disk vhost=/the/socket"), "{call}");
+        assert!(call.ends_with(script.to_str().unwrap()), "{call}");
+        assert_eq!(std::fs::read(script).unwrap(), b"the script");
+        // `took 0`: by the host's clock.
+        assert!(guest("echo took 0").unwrap() > 0.0);
+        let error = guest("echo booting").unwrap_err();
+        assert!(error.contains("does not say how long"), "{error}");
+        let error = guest("echo took 1500000; echo 'no root' >&2; exit 4").unwrap_err();
+        assert!(error.contains("exit status: 4") && error.contains("no root"), "{error}");
+    }
+
+    #[test]
+    fn each_measurement_has_a_new_disk_of_the_contents_of_the_base() {
+        let scratch = Scratch::new();
+        scratch.script("tool", RECORD);
+        scratch.script("blockyard", RECORD);
+        let table = table(&scratch);
+        let base = scratch.file("base.img", [9; 8192]);
+        scratch.file("work/disk.img", "of the round before");
+        for server in [Server::Blockyard, Server::Qsd] {
+            let disk = table.disk(server, false, &base).unwrap();
+            assert_eq!(std::fs::read(&disk).unwrap(), [9; 8192]);
+            let overlay = scratch.file("work/disk.qcow2", "of the round before");
+            assert_eq!(table.disk(server, true, &base).unwrap(), overlay);
+            assert_eq!(std::fs::read(overlay).unwrap(), b"", "a new file");
+        }
+        let files = format!("{} {}", base.display(), scratch.join("work/disk.qcow2").display());
+        assert_eq!(
+            scratch.lines("calls"),
+            [
+                format!("image create -q -f qcow2 -F raw -b {files}"),
+                format!("qemu-img create -q -f qcow2 -F raw -b {files}"),
+            ]
+        );
+    }
+
+    #[test]
+    fn a_base_that_has_changed_is_an_error_that_names_it() {
+        let scratch = Scratch::new();
+        // The check value of CRC32C.
+        assert_eq!(sum(&scratch.file("check", "123456789")).unwrap(), 0xe306_9283);
+        let mut table = table(&scratch);
+        for (.., base) in EXPERIMENTS {
+            let path = scratch.file(&format!("work/{base}"), vec![1; 3 << 20]);
+            table.sums.push(sum(&path).unwrap());
+        }
+        table.check().unwrap();
+        let mut bytes = vec![1; 3 << 20];
+        bytes[(2 << 20) + 5] = 2;
+        scratch.file("work/boot-base.img", bytes);
+        let error = table.check().unwrap_err().to_string();
+        assert!(error.contains("boot-base.img has changed"), "{error}");
+    }
+}

@@ -157,3 +157,35 @@ fn conversions() -> Vec<ImageTask> {
         ),
     ]
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use super::*;
+
+    #[test]
+    fn tasks_have_different_names_and_say_what_they_need() {
+        let tasks = tasks();
+        let names: BTreeSet<_> = tasks.iter().map(|task| &task.name).collect();
+        assert_eq!(names.len(), tasks.len());
+        for task in &tasks {
+            let words = format!("{} {}", task.ours, task.theirs);
+            // A file that is named in the arguments is in the page cache before the run.
+            for name in words.split_whitespace().filter_map(|word| word.strip_prefix("{dir}/")) {
+                assert!(
+                    task.reads.contains(&name) && task.sources().contains(&name),
+                    "{}",
+                    task.name
+                );
+            }
+            if let Some((source, _, form)) = task.judge {
+                assert!(task.sources().contains(&source), "{}", task.name);
+                assert_eq!(task.out, format!("out.{form}"), "{}", task.name);
+            }
+        }
+        let commit = tasks.iter().find(|task| task.name.starts_with("commit")).unwrap();
+        assert_eq!(commit.sources(), ["dense.qcow2", "overlay.qcow2"]);
+        assert!(!commit.writes() && tasks.iter().any(ImageTask::writes));
+    }
+}

@@ -290,3 +290,146 @@ fn pieces(
     }
     Ok(file.sync_all()?)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{self, measured, rounds};
+    use super::*;
+    use crate::scratch::Scratch;
+
+    fn tools(scratch: &Scratch) -> ImageTools {
+        let loader = ["/tree/ld.so", "--argv0", "qemu-img", "/tree/qemu-img"];
+        ImageTools {
+            place: fixture::place(scratch),
+            tasks: tasks(),
+            qemu_img: loader.map(String::from).into(),
+            modules: String::new(),
+            judged: BTreeSet::new(),
+        }
+    }
+
+    fn task(tools: &ImageTools, name: &str) -> usize {
+        tools.tasks.iter().position(|task| task.name == name).unwrap()
+    }
+
+    #[test]
+    fn the_table_has_ratios_of_rounds_and_seconds_of_medians() {
+        let theirs = rounds(&[("wall", [1.0, 2.0, 4.0]), ("cpu", [0.5, 0.6, 0.7])]);
+        let ours = rounds(&[("wall", [0.5, 1.8, 1.0]), ("cpu", [0.1, 0.2, 0.3])]);
+        let alone = rounds(&[("wall", [3.0]), ("cpu", [1.0])]);
+        let rows = [
+            measured("convert", &[("qemu-img", theirs), ("blockyard", ours)]),
+            measured("map", &[("qemu-img", vec![]), ("blockyard", alone)]),
+        ];
+        let cells = fixture::cells(&tools(&Scratch::new()).markdown(&rows));
+        // The ratios are 0.5, 0.9 and 0.25. That of the medians would be 0.5 too, but of 1 / 2.
+        assert_eq!(cells[1], ["convert", "2.000", "1.000", "0.50", "0.600", "0.200"]);
+        assert_eq!(cells[2], ["map", "", "3.000", "", "", "1.000"]);
+    }
+
+    #[test]
+    fn both_programs_get_the_files_of_the_task() {
+        let scratch = Scratch::new();
+        let tools = tools(&scratch);
+        let (folder, own) = (tools.place.folder.display(), tools.place.program.display());
+        let words = |name: &str, system: usize| {
+            let task = &tools.tasks[task(&tools, name)];
+            tools.command(task, system, &tools.file(task.out))
+        };
+        assert_eq!(
+            words("convert raw to raw, sparse", 1).join(" "),
+            format!("{own} image convert -O raw {folder}/sparse.raw {folder}/out.raw")
+        );
+        assert_eq!(
+            words("convert raw to raw, sparse", QEMU).join(" "),
+            format!(
+                "/tree/ld.so --argv0 qemu-img /tree/qemu-img convert -f raw -O raw \
+                 {folder}/sparse.raw {folder}/out.raw"
+            )
+        );
+        // The row of the start has no image.
+        assert_eq!(words("start", 1).join(" "), format!("{own} --version"));
+        // A rebase to no backing image needs an empty word.
+        let rebase = words("rebase to none, 256 MiB of 1 GiB", 1);
+        assert_eq!(rebase[2..5], ["rebase", "-b", ""]);
+    }
+
+    #[test]
+    fn the_time_of_a_program_is_that_of_bash() {
+        let tools = tools(&Scratch::new());
+        let timed =
+            |words: &[&str]| tools.timed(&words.iter().map(|w| w.to_string()).collect::<Vec<_>>());
+        // What the program prints is none of the times.
+        let (wall, cpu) = timed(&["echo", "took 9999999 9999999 9999999"]).unwrap();
+        assert!((0.0..9e6).contains(&wall) && (0.0..9e6).contains(&cpu), "{wall} s, {cpu} s");
+        let error = format!("{:#}", timed(&["sh", "-c", "echo wrong >&2; exit 3"]).unwrap_err());
+        assert!(error.contains("sh -c echo wrong") && error.contains("exit status: 3"), "{error}");
+        assert!(error.ends_with(": wrong") || error.contains("wrong\n"), "{error}");
+    }
+
+    #[test]
+    fn a_task_begins_without_an_output_or_with_a_copy_of_its_images() {
+        let scratch = Scratch::new();
+        let tools = tools(&scratch);
+        scratch.file("work/out.raw", "old");
+        for (name, contents) in [("overlay", "upper"), ("dense", "lower"), ("below", "changed")] {
+            scratch.file(&format!("work/{name}.qcow2"), contents);
+        }
+        let out = tools.begin(&tools.tasks[task(&tools, "convert raw to raw, sparse")]).unwrap();
+        assert!(out.ends_with("out.raw") && !out.exists());
+        let out = tools.begin(&tools.tasks[task(&tools, "commit, 256 MiB")]).unwrap();
+        assert_eq!(std::fs::read(out).unwrap(), b"upper");
+        // The image below is another copy than the one that the previous commit has changed.
+        assert_eq!(std::fs::read(tools.file("below.qcow2")).unwrap(), b"lower");
+    }
+
+    #[test]
+    fn a_result_that_qemu_img_refuses_is_an_error_that_says_why() {
+        let scratch = Scratch::new();
+        let tools = tools(&scratch);
+        let (convert, raw) = ("convert raw to qcow2, dense", "convert qcow2 to raw, dense");
+        let judge = |name: &str, script: &str| {
+            scratch.script("tool", &format!("echo \"$@\" >>\"${{0%/*}}/calls\"; {script}"));
+            let task = &tools.tasks[task(&tools, name)];
+            tools.judge(task, &tools.file(task.out)).map_err(|e| format!("{e:#}"))
+        };
+        let error = judge(convert, "echo 'Content mismatch at offset 0!' >&2; exit 1").unwrap_err();
+        assert!(error.contains("compare") && error.contains("Content mismatch"), "{error}");
+        let error = judge(convert, "[[ $2 != check ]] || { echo 'leaked cluster'; exit 3; }");
+        assert!(error.unwrap_err().contains("check"));
+        assert_eq!(judge(convert, ":"), Ok(()));
+        assert_eq!(judge(raw, ":"), Ok(()));
+        // Only a qcow2 image is checked.
+        let verbs: Vec<_> = scratch
+            .lines("calls")
+            .iter()
+            .map(|call| call.split(' ').nth(1).unwrap().to_string())
+            .collect();
+        assert_eq!(verbs, ["compare", "compare", "check", "compare", "check", "compare"]);
+        // A result without a source to compare with is not judged.
+        assert_eq!(judge("start", "exit 1"), Ok(()));
+    }
+
+    #[test]
+    fn sources_are_sparse_or_like_text_and_the_same_each_time() {
+        let (scratch, stop) = (Scratch::new(), Stop::default());
+        let (a, b) = (scratch.join("a"), scratch.join("b"));
+        sparse(&a, 33 * MIB + 512, &stop).unwrap();
+        sparse(&b, 33 * MIB + 512, &stop).unwrap();
+        let bytes = std::fs::read(&a).unwrap();
+        assert!(bytes == std::fs::read(&b).unwrap(), "the contents differ");
+        assert_eq!(bytes.len() as u64, 33 * MIB + 512);
+        let has_data =
+            |mib: u64| bytes[(mib * MIB) as usize..][..512].iter().any(|byte| *byte != 0);
+        let data: Vec<u64> = (0..34).filter(|mib| has_data(*mib)).collect();
+        assert_eq!(data, [0, 32]);
+        text(&a, 2 * MIB + 100, &stop).unwrap();
+        let words = String::from_utf8(std::fs::read(&a).unwrap()).unwrap();
+        assert_eq!(words.len() as u64, 2 * MIB + 100);
+        assert!(words.bytes().all(|byte| byte == b' ' || byte.is_ascii_lowercase()));
+        assert!(words.split(' ').all(|word| word.len() <= 9), "words of 2 to 9 letters");
+        // An interrupted run makes no further piece.
+        stop.request();
+        assert!(sparse(&b, MIB, &stop).unwrap_err().is::<crate::process::Interrupted>());
+    }
+}

@@ -24,6 +24,8 @@ mod builds;
 mod clients;
 mod columns;
 mod demo;
+#[cfg(test)]
+mod fixture;
 mod guests;
 mod image_tasks;
 mod image_tools;
@@ -40,7 +42,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use blockyard_program::output;
 
 use self::builds::Build;
@@ -249,10 +251,11 @@ fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Ve
             let turns = builds::turns(table, plan, *number, systems);
             for (system, build) in order(round as usize, turns.len()).map(|n| turns[n]) {
                 stop.check()?;
-                let figure = builds::with(table, build, plan, |t| t.measure(*number, system))?;
+                let (name, system_name) = (&row.name, &row.systems[system]);
+                let figure = builds::with(table, build, plan, |t| t.measure(*number, system))
+                    .with_context(|| format!("{name} on {system_name}{build}"))?;
                 let told: Vec<_> =
                     figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
-                let (name, system_name) = (&row.name, &row.systems[system]);
                 output::note(format_args!(
                     "round {} of {rounds}: {name} on {system_name}{build}: {}",
                     round + 1,
@@ -374,6 +377,65 @@ mod tests {
         assert!(
             rounds(&mut table, &TablePlan { peers: &wrong, ..plan(1, "reads") }, &Stop::default())
                 .is_err()
+        );
+    }
+
+    /// A table in which one system fails.
+    struct Failing(Counts);
+
+    impl Table for Failing {
+        fn rows(&self) -> Vec<Row> {
+            self.0.rows()
+        }
+
+        fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+            anyhow::ensure!((row, system) != (0, 1), "the guest has no disk");
+            self.0.measure(row, system)
+        }
+
+        fn markdown(&self, _: &[Measured]) -> String {
+            String::new()
+        }
+    }
+
+    #[test]
+    fn a_measurement_that_fails_is_named() {
+        let mut table = Failing(Counts { calls: Vec::new() });
+        let plan = TablePlan {
+            name: TableName::Nbd,
+            rounds: 2,
+            seconds: None,
+            size: None,
+            only: "",
+            peers: &[],
+            before: None,
+            kernel: None,
+            guest_cpus: None,
+            server_cpus: None,
+            json: false,
+        };
+        let error = rounds(&mut table, &plan, &Stop::default()).err().unwrap();
+        assert_eq!(format!("{error:#}"), "reads on b: the guest has no disk");
+        assert_eq!(table.0.calls, [(0, 0)], "no measurement after it");
+        // An interruption before a measurement is no failure of it.
+        let stop = Stop::default();
+        stop.request();
+        let error = rounds(&mut table, &plan, &stop).err().unwrap();
+        assert!(error.is::<crate::process::Interrupted>() && table.0.calls.len() == 1);
+        // A table that has no place for another program refuses one.
+        let plan = TablePlan { before: Some(Path::new("/old/blockyard")), ..plan };
+        let error = rounds(&mut table, &plan, &Stop::default()).err().unwrap().to_string();
+        assert!(error.contains("--before"), "{error}");
+    }
+
+    #[test]
+    fn the_json_has_all_rounds_of_the_systems_that_were_measured() {
+        let figures = || vec![Figures::from([("iops", 1.0)]), Figures::from([("iops", 2.5)])];
+        let mut row = fixture::measured("reads", &[("a", figures()), ("b", vec![])]);
+        row.before[0] = vec![Figures::from([("iops", 9.0)])];
+        assert_eq!(
+            json(&[row]),
+            "{\"reads\":{\"a\":[{\"iops\":1.0},{\"iops\":2.5}],\"a, before\":[{\"iops\":9.0}]}}\n"
         );
     }
 

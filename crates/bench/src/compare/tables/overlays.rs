@@ -306,3 +306,117 @@ fn memory(pid: u32) -> Result<f64> {
         .map(|k| k / 1024.0)
         .ok_or_else(|| anyhow::anyhow!("process {pid} says nothing of its memory"))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture::{self, RECORD, measured, rounds};
+    use super::*;
+    use crate::scratch::Scratch;
+
+    fn table(scratch: &Scratch) -> Overlays {
+        let place = fixture::place(scratch);
+        let base = scratch.file("work/base.img", [7; 4096]);
+        let loads = [loads(), loads_of_journal()].into_iter().flatten().collect();
+        Overlays { place, base, loads }
+    }
+
+    #[test]
+    fn the_table_has_medians_and_their_ratio_to_the_first_system() {
+        let raw = rounds(&[
+            ("iops", [100_000.0, 120_000.0, 110_000.0]),
+            ("p50_us", [9.6, 10.4, 99.0]),
+            ("p99_us", [30.0; 3]),
+            ("cpu_us", [2.0, 2.5, 1.5]),
+            ("memory_mib", [50.4, 50.4, 60.0]),
+        ]);
+        // A back end whose processor time was too short to be counted.
+        let quick = rounds(&[("iops", [55_000.0]), ("cpu_us", [0.0])]);
+        let row = measured("first writes", &[("raw", raw), ("quick", quick), ("none", vec![])]);
+        let text = table(&Scratch::new()).markdown(&[row]);
+        let cells = fixture::cells(&text);
+        assert_eq!(cells[0].last().unwrap(), "to the first");
+        let raw = ["first writes", "raw", "110,000", "10", "30", "2.00", "500,000", "50", "1.00"];
+        assert_eq!(cells[1], raw);
+        assert_eq!(cells[2], ["", "quick", "55,000", "", "", "0.00", "", "", "0.50"]);
+        assert_eq!(cells[3], ["", "none", "", "", "", "", "", "", ""]);
+    }
+
+    #[test]
+    fn rows_and_their_systems_have_different_names() {
+        let table = table(&Scratch::new());
+        let rows = table.rows();
+        let different = |names: Vec<&str>| {
+            let set: std::collections::BTreeSet<_> = names.iter().collect();
+            set.len() == names.len()
+        };
+        assert!(different(rows.iter().map(|row| &*row.name).collect()));
+        for (number, row) in rows.iter().enumerate() {
+            assert!(different(row.systems.iter().map(|s| &**s).collect()), "{}", row.name);
+            for (n, system) in row.systems.iter().enumerate() {
+                // An earlier build measures Blockyard's systems, if it has their options.
+                let ours = !system.starts_with("qsd") && !row.name.starts_with("crash safety");
+                assert_eq!(table.is_ours(number, n), ours, "{}: {system}", row.name);
+            }
+        }
+    }
+
+    #[test]
+    fn first_writes_end_with_a_flush_and_all_other_loads_have_a_time() {
+        for load in &table(&Scratch::new()).loads {
+            let first = load.systems.iter().any(|s| s.made == Made::Overlay);
+            if first {
+                assert!(load.options.contains("--end-flush"), "{}", load.name);
+            }
+            let by_number = load.options.contains("--ops");
+            assert_eq!(by_number, first || load.name.starts_with("crash safety"), "{}", load.name);
+        }
+    }
+
+    #[test]
+    fn each_image_of_a_chain_is_made_after_the_image_below_it() {
+        let scratch = Scratch::new();
+        scratch.script("tool", RECORD);
+        let table = table(&scratch);
+        let chain = table.chain(Made::Chain, QEMUS).unwrap();
+        let names: Vec<_> =
+            chain.iter().map(|file| file.path.file_name().unwrap().to_str().unwrap()).collect();
+        let links = ["link-2.qcow2", "link-3.qcow2", "link-4.qcow2", "link-5.qcow2"];
+        assert_eq!(names[0], "chain-plain.qcow2");
+        assert_eq!((names.len(), names[7]), (8, "full-plain.qcow2"));
+        assert!(links.iter().all(|link| names.contains(link)), "{names:?}");
+        // A call says the new image last, and the image below it just before.
+        let calls = scratch.lines("calls");
+        assert!(calls[0].contains("convert -f raw -O qcow2 -o cluster_size=64k"), "{calls:?}");
+        let made: Vec<(&str, &str)> = calls[1..]
+            .iter()
+            .map(|call| {
+                let words: Vec<_> = call.split(' ').collect();
+                (words[words.len() - 2], words[words.len() - 1])
+            })
+            .collect();
+        assert_eq!(made.len(), 7);
+        for (below, next) in made.iter().zip(&made[1..]) {
+            assert_eq!(below.1, next.0, "{made:?}");
+        }
+        assert!(
+            made[0].0.ends_with("full-plain.qcow2") && made[6].1.ends_with("chain-plain.qcow2")
+        );
+        // The second measurement uses the same images. An overlay for first writes is always new.
+        table.chain(Made::Chain, QEMUS).unwrap();
+        assert_eq!(scratch.lines("calls").len(), calls.len());
+        for round in 1..3 {
+            let chain = table.chain(Made::Overlay, OURS).unwrap();
+            assert_eq!(chain[1], ImageFile::new(&*table.base, "raw"));
+            let calls = &scratch.lines("calls")[calls.len()..];
+            assert_eq!(calls.len(), round, "{calls:?}");
+            let options = "create -q -f qcow2 -o extended_l2=on,cluster_size=128k -F raw -b";
+            assert!(calls[round - 1].contains(options), "{calls:?}");
+        }
+    }
+
+    #[test]
+    fn the_memory_of_a_process_that_is_gone_is_an_error() {
+        assert!(memory(std::process::id()).unwrap() > 0.0);
+        assert!(memory(u32::MAX).is_err());
+    }
+}

@@ -57,6 +57,13 @@ impl Workspace {
         Ok(Workspace { folder, guests, program, stop, size, seconds })
     }
 
+    /// Returns a place of a MiB for each disk, with these programs.
+    #[cfg(test)]
+    pub fn of_programs(folder: PathBuf, guests: PathBuf, program: PathBuf) -> Self {
+        let stop = Stop::default();
+        Workspace { folder, guests: Some(guests), program, stop, size: 1 << 20, seconds: 0.01 }
+    }
+
     pub fn guests(&self) -> Result<&Path> {
         self.guests
             .as_deref()
@@ -218,4 +225,127 @@ pub fn load(words: &str, more: impl IntoIterator<Item = OsString>, stop: &Stop) 
 /// Returns the options that name a back end and its process.
 pub fn back_end(server: &Process, socket: &Path) -> [OsString; 3] {
     ["--backend-pid".into(), server.pid().to_string().into(), socket.into()]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::fixture;
+    use super::*;
+    use crate::process::Interrupted;
+    use crate::scratch::Scratch;
+
+    fn error(result: Result<impl Sized>) -> String {
+        format!("{:#}", result.err().expect("an error"))
+    }
+
+    #[test]
+    fn a_program_that_fails_is_named_with_its_arguments_and_what_it_said() {
+        let scratch = Scratch::new();
+        let program = scratch.script("program", "echo out; echo \"no such image\" >&2; exit 2");
+        let said = error(run(Command::new(&program).arg("disk.img")));
+        for part in [program.to_str().unwrap(), "disk.img", "no such image"] {
+            assert!(said.contains(part), "{part}: {said}");
+        }
+        let said = error(run(&mut Command::new("/nonexistent/program")));
+        assert!(said.starts_with("starting /nonexistent/program"), "{said}");
+        assert_eq!(run(Command::new("echo").arg("out")).unwrap(), "out\n");
+    }
+
+    #[test]
+    fn a_server_that_ends_at_its_start_is_an_error_with_its_last_words() {
+        let scratch = Scratch::new();
+        let record =
+            "printf '%s\\n' \"$*\" >>\"${0%/*}/calls\"; echo \"the disk is in use\" >&2; exit 1";
+        scratch.script("blockyard", record);
+        scratch.script("tool", record);
+        let place = fixture::place(&scratch);
+        let path = Path::new("/disk.qcow2");
+        let backing = [ImageFile::new("/base.img", "raw")];
+        let qcow2 = Image {
+            backing: &backing,
+            crash_safety: Some("off"),
+            ..Image::new(path, "qcow2", false)
+        };
+        let images = [
+            (Server::Blockyard, qcow2),
+            (Server::Blockyard, Image::new(path, "raw", true)),
+            (Server::Blockyard, Image::new(path, "null", false)),
+            (Server::Qsd, Image { backing: &backing, ..Image::new(path, "qcow2", true) }),
+            (Server::Qsd, Image::new(path, "null", false)),
+        ];
+        for (server, image) in &images {
+            let said = error(place.vhost_user(*server, image));
+            let socket = place.folder.join("s");
+            assert!(said.contains("does not listen on") && said.contains(socket.to_str().unwrap()));
+            assert!(said.contains("the disk is in use"), "{said}");
+        }
+        let calls = scratch.lines("calls");
+        let socket = place.folder.join("s").display().to_string();
+        assert_eq!(
+            calls[..3],
+            [
+                format!(
+                    "--log error serve /disk.qcow2 --format qcow2 --prime --cache none --vhost-user {socket} --crash-safety off"
+                ),
+                format!(
+                    "--log error serve /disk.qcow2 --format raw --cache writeback --vhost-user {socket}"
+                ),
+                format!("--log error serve null:2G --cache none --vhost-user {socket}"),
+            ]
+        );
+        for part in ["filename=/base.img", "backing=r1", "cache.direct=off", "node-name=r0"] {
+            assert!(calls[3].contains(part), "{part}: {}", calls[3]);
+        }
+        assert!(calls[4].contains("driver=null-co,node-name=r0,size=2147483648"), "{}", calls[4]);
+    }
+
+    #[test]
+    fn a_place_without_guests_says_how_to_name_them() {
+        let scratch = Scratch::new();
+        let mut place = fixture::place(&scratch);
+        place.guests = None;
+        for said in [error(place.tool("fio")), error(place.guests())] {
+            assert!(said.contains("BLOCKYARD_GUESTS"), "{said}");
+        }
+    }
+
+    #[test]
+    fn the_raw_file_is_made_once_and_has_no_holes() {
+        let scratch = Scratch::new();
+        let place = fixture::place(&scratch);
+        let base = place.base().unwrap();
+        let bytes = std::fs::read(&base).unwrap();
+        assert_eq!(bytes.len(), 1 << 20);
+        assert!(bytes.chunks(4096).all(|block| block.iter().any(|byte| *byte != 0)));
+        std::fs::write(&base, "mine").unwrap();
+        assert_eq!(std::fs::read(place.base().unwrap()).unwrap(), b"mine");
+        let zero = scratch.join("zero");
+        zeroes(&zero, 3 << 20, &Stop::default()).unwrap();
+        assert!(std::fs::read(&zero).unwrap() == vec![0; 3 << 20]);
+        let said = error(zeroes(Path::new("/nonexistent/zero"), 1, &Stop::default()));
+        assert!(said.contains("creating /nonexistent/zero"), "{said}");
+        assert!(
+            error(settle(Path::new("/nonexistent/a"), true)).contains("opening /nonexistent/a")
+        );
+    }
+
+    #[test]
+    fn a_load_has_its_figures_or_an_error() {
+        let scratch = Scratch::new();
+        let file = scratch.file("disk", vec![7; 1 << 20]);
+        let stop = Stop::default();
+        let on = |file: &Path| ["--buffered".into(), "--file".into(), file.as_os_str().to_owned()];
+        let figures = load("--rw randread --ops 50", on(&file), &stop).unwrap();
+        let names: Vec<_> = figures.keys().copied().collect();
+        assert_eq!(names, ["bytes_per_second", "iops", "p50_us", "p99_us"]);
+        let bytes = figures["bytes_per_second"] / figures["iops"];
+        assert!((bytes - 4096.0).abs() < 1e-6, "{bytes} bytes an operation");
+        let said = error(load("--rw sideways", on(&file), &stop));
+        assert!(said.contains("sideways"), "{said}");
+        let said = error(load("--ops 1", on(Path::new("/nonexistent/disk")), &stop));
+        assert!(said.contains("/nonexistent/disk"), "{said}");
+        stop.request();
+        let end = load("--rw randread --ops 50", on(&file), &stop).unwrap_err();
+        assert!(end.is::<Interrupted>(), "{end:#}");
+    }
 }
