@@ -12,7 +12,7 @@ use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{BLOCKYARD, SOON, TOOL, pause, until, wait};
+use super::{BLOCKYARD, SOON, TOOL, end, pause, until, wait};
 
 /// A running daemon. Dropping it kills the process.
 pub struct Daemon {
@@ -149,8 +149,7 @@ impl Daemon {
 
     /// Kills the daemon with SIGKILL.
     pub fn kill(mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        end(&mut self.child);
     }
 
     /// Sends SIGTERM to the daemon. Returns its exit status.
@@ -231,6 +230,45 @@ impl Daemon {
                     return found;
                 }
             }
+        }
+    }
+
+    /// Returns the log line about the share of a disk that has had requests. "": of any disk.
+    #[track_caller]
+    pub fn share(&self, disk: &str) -> String {
+        let from = self.log.with(str::len);
+        self.signal(Signal::USR1);
+        let of_disk = if disk.is_empty() { String::new() } else { format!("disk=\"{disk}\"") };
+        let is_it = |line: &&str| line.contains("share: ") && line.contains(&of_disk);
+        let mut line = None;
+        until("the log has a line about the share", SOON, || {
+            line = self.log.with(|log| log[from..].lines().find(is_it).map(String::from));
+            line.is_some()
+        });
+        line.unwrap()
+    }
+
+    /// Waits until at least this many requests of a disk wait for its limits or its device.
+    #[track_caller]
+    pub fn until_waiting(&self, disk: &str, requests: u64) {
+        until("requests wait for their share", SOON, || {
+            let line = self.share(disk);
+            let waiting =
+                line.split("; ").find_map(|part| part.split_once(" wait")?.0.parse::<u64>().ok());
+            waiting.is_some_and(|waiting| waiting >= requests)
+        });
+    }
+
+    /// Waits until the daemon has handled what a front end of this process, which is still
+    /// connected, has sent so far. Each reactor answers before the daemon logs the statistics. It
+    /// answers twice, because the first answer may come before events that were there earlier.
+    #[track_caller]
+    pub fn has_handled_all(&self, disk: &str) {
+        let clients = format!("clients: pid {} disk=\"{disk}", std::process::id());
+        for _ in 0..2 {
+            let from = self.log.with(str::len);
+            self.signal(Signal::USR1);
+            self.wait_log_after(from, &clients);
         }
     }
 
@@ -339,8 +377,7 @@ impl Daemon {
 
 impl Drop for Daemon {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        end(&mut self.child);
         if std::thread::panicking() {
             eprintln!("---- log of the daemon ----\n{}", self.log());
         }

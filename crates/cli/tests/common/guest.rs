@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use super::{BLOCKYARD, Folder, SOON, TOOL, collect, guests, run, wait};
+use super::{BLOCKYARD, Folder, SOON, TOOL, collect, end, guests, run, wait};
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GuestKind {
@@ -233,8 +233,7 @@ impl Drop for Guest {
         // The runner ends the guest and removes its folder.
         let _ = kill_process(Pid::from_child(&self.runner), Signal::TERM);
         if wait(&mut self.runner, SOON).is_none() {
-            let _ = self.runner.kill();
-            let _ = self.runner.wait();
+            end(&mut self.runner);
         }
     }
 }

@@ -11,7 +11,8 @@
 //! ```
 //!
 //! What must hold: dropping a value kills its processes (by their IDs) and removes its folders.
-//! Nothing waits without a limit. A missing tool fails the test.
+//! No wait here is without a limit, also that for the end of a killed process. A missing tool fails
+//! the test.
 
 // Each test program uses a part of this.
 #![allow(dead_code, unused_imports)]
@@ -25,7 +26,7 @@ pub mod server;
 
 use std::collections::BTreeMap;
 use std::ffi::OsStr;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::ops::Deref;
 use std::os::fd::AsFd;
 use std::os::unix::fs::MetadataExt;
@@ -34,7 +35,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::mpsc::{Receiver, channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -106,7 +107,7 @@ impl Folder {
         install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
         let mut install = install.spawn().expect("install starts");
         install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-        assert!(install.wait().unwrap().success(), "writing {}", path.display());
+        assert!(end_of(&mut install, TOOL).success(), "writing {}", path.display());
         path
     }
 }
@@ -154,8 +155,7 @@ pub fn run(command: &mut Command, limit: Duration) -> Finished {
     let (out, err) = (collect(child.stdout.take().unwrap()), collect(child.stderr.take().unwrap()));
     let status = wait(&mut child, limit);
     if status.is_none() {
-        let _ = child.kill();
-        let _ = child.wait();
+        end(&mut child);
     }
     // A process that it has started may still have its output.
     let [out, err] = [out, err].map(|output| output.recv_timeout(SOON));
@@ -269,6 +269,49 @@ fn wait(child: &mut Child, limit: Duration) -> Option<ExitStatus> {
             return None;
         }
         std::thread::sleep(pause(waited));
+    }
+}
+
+/// Waits until a child ends, and returns its status. Panics if that takes longer than `limit`. The
+/// child must not have a pipe as its output that it can fill.
+#[track_caller]
+pub fn end_of(child: &mut Child, limit: Duration) -> ExitStatus {
+    wait(child, limit).unwrap_or_else(|| {
+        end(child);
+        panic!("the child has not ended within {limit:?}")
+    })
+}
+
+/// Kills a child, and waits until it has ended. A process that the kernel cannot end is left.
+pub fn end(child: &mut Child) {
+    let _ = child.kill();
+    let _ = wait(child, SOON);
+}
+
+/// The lines that a child prints. Each must come within [`SOON`].
+pub struct Lines(Receiver<String>);
+
+impl Lines {
+    pub fn of(output: impl Read + Send + 'static) -> Self {
+        let (sender, lines) = channel();
+        std::thread::spawn(move || {
+            let lines = BufReader::new(output).lines().map_while(Result::ok);
+            lines.map(|line| sender.send(line)).all(|sent| sent.is_ok())
+        });
+        Lines(lines)
+    }
+}
+
+impl Iterator for Lines {
+    type Item = String;
+
+    /// Waits for the next line. Returns `None` at the end of the output.
+    fn next(&mut self) -> Option<String> {
+        match self.0.recv_timeout(SOON) {
+            Ok(line) => Some(line),
+            Err(RecvTimeoutError::Disconnected) => None,
+            Err(RecvTimeoutError::Timeout) => panic!("no line within {SOON:?}"),
+        }
     }
 }
 

@@ -6,7 +6,7 @@ use std::time::Instant;
 use blockyard_bench::client::report::Report;
 use blockyard_bench::client::{LoadOptions, measure};
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, Signal, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, Signal};
 use crate::guest::Guest;
 
 pub struct Disks {
@@ -41,31 +41,15 @@ impl Disks {
     }
 
     /// Returns the log line about a disk's share.
+    #[track_caller]
     pub fn share(&self, disk: &str) -> String {
-        let from = self.daemon.log().len();
-        self.daemon.signal(Signal::USR1);
-        let of_disk = format!("disk=\"{disk}\"");
-        let mut line = String::new();
-        until("the log has a line about the share", SOON, || {
-            let log = self.daemon.log()[from..].to_string();
-            line = log
-                .lines()
-                .find(|l| l.contains("share: ") && l.contains(&of_disk))
-                .unwrap_or_default()
-                .to_string();
-            !line.is_empty()
-        });
-        line
+        self.daemon.share(disk)
     }
 
     /// Waits until at least this many requests of a disk wait for its limits or its device.
+    #[track_caller]
     pub fn until_waiting(&self, disk: &str, requests: u64) {
-        until("requests wait for their share", SOON, || {
-            let line = self.share(disk);
-            let waiting =
-                line.split("; ").find_map(|part| part.split_once(" wait")?.0.parse::<u64>().ok());
-            waiting.is_some_and(|waiting| waiting >= requests)
-        });
+        self.daemon.until_waiting(disk, requests);
     }
 
     pub fn guest(&self, disk: &str) -> Guest {

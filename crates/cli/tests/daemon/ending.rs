@@ -13,6 +13,7 @@ use blockyard_driver::{Data, Plan, request, status};
 use crate::cache::dirty;
 use crate::common::{Daemon, Folder, SOON, Signal, until};
 use crate::guest::{ANSWER, Guest, bytes_of, pattern};
+use crate::killed::Over;
 
 const BLOCK: usize = 4096;
 const DEPTH: u16 = 32;
@@ -98,10 +99,11 @@ fn sigterm_under_load_keeps_acknowledged_writes() {
         let (over, count) = (AtomicBool::new(false), AtomicUsize::new(0));
         let answered = std::thread::scope(|scope| {
             let writer = scope.spawn(|| write_until(&socket, &over, &count));
+            let ends = Over(&over);
             until("there is a load", SOON, || count.load(Ordering::Relaxed) > 2000);
             // The daemon ends within bounded time although the guest continues to submit requests.
             daemon.stop();
-            over.store(true, Ordering::Relaxed);
+            drop(ends);
             writer.join().unwrap()
         });
         let end = answered.iter().max().unwrap() + 1;

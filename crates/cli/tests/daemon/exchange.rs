@@ -13,6 +13,7 @@ use blockyard_disk::{Disk, SnapshotOptions, Why, Work, WorkError};
 use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, request};
 
 use crate::common::{Folder, SOON, Server, tool, until};
+use crate::killed::Over;
 
 const SIZE: u64 = 16 << 20;
 /// Delay of each request. It is long, so that most of the time a quiesce waits for requests in
@@ -114,23 +115,27 @@ fn front_ends_may_connect_disconnect_and_die_during_exchanges() {
     let (image, socket) = (folder.image("base.img", SIZE), folder.join("s"));
     let server = Server::start(&image, &socket, &[SLOW]);
     let exchanges = Exchanges::start(&server.disk, folder.to_path_buf());
-    // Rounds continue until enough exchanges ran under load. A slow machine needs more rounds.
-    for round in 0.. {
-        if round >= 6 && exchanges.rounds() >= 6 {
-            break;
-        }
-        assert!(round < 60, "only {} exchanges", exchanges.rounds());
+    for round in 0..6 {
         // A front end that disconnects properly: it stops its queues, each after its last request.
-        let report = measure(&LoadOptions {
+        let load = LoadOptions {
             rw: Pattern::Randrw,
             queues: 2,
             depth: 16,
-            runtime: 0.4,
+            runtime: 3600.0,
             flush_every: 20,
             verify: true,
             ..LoadOptions::for_socket(socket.clone())
+        };
+        let report = std::thread::scope(|scope| {
+            let client = scope.spawn(|| measure(&load));
+            let over = Over(&load.over);
+            let before = server.writes();
+            until("the front end has answers", SOON, || server.writes() >= before + 32);
+            let exchanged = exchanges.rounds();
+            until("an exchange is over", SOON, || exchanges.rounds() > exchanged);
+            drop(over);
+            client.join().unwrap().unwrap()
         });
-        let report = report.unwrap();
         assert_eq!((report.errors, report.first_error), (0, None), "round {round}");
         assert!(report.verified_blocks > 0);
         // A front end that dies.

@@ -1,7 +1,7 @@
 //! Hand-overs with front ends that make their sessions unusable, and new servers that lack
 //! something. The former lose their session alone. The latter leave the old server serving.
 
-use std::io::{BufRead, BufReader, ErrorKind, Read, Write};
+use std::io::{ErrorKind, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::path::PathBuf;
 use std::process::Stdio;
@@ -11,7 +11,7 @@ use rustix::fs::{CWD, FileType, MemfdFlags, Mode, SealFlags};
 use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, tool_command, until};
+use crate::common::{BLOCKYARD, Daemon, Lines, SOON, TOOL, end_of, tool_command, until};
 use crate::guest::Guest;
 use crate::handover::{Case, ctl, end_server, is_running, script};
 
@@ -239,15 +239,15 @@ fn a_disk_waits_for_a_process_that_has_locked_its_image() {
         let mut reader = reader.spawn().unwrap();
         let mut commands = reader.stdin.take().unwrap();
         commands.write_all(b"read 0 512\n").unwrap();
-        let mut shown = BufReader::new(reader.stdout.take().unwrap()).lines();
-        assert!(shown.any(|line| line.unwrap().contains("read 512/512 bytes")));
+        let mut shown = Lines::of(reader.stdout.take().unwrap());
+        assert!(shown.any(|line| line.contains("read 512/512 bytes")));
         std::fs::write(&end, "\n").unwrap();
         daemon.wait_log("before it is served again: ");
         let done = upgrade.join().unwrap();
         assert!(done.err.contains("not upgraded"), "{}", done.err);
         let write = scope.spawn(|| guest.write(16, &[2; 4096]));
         drop(commands);
-        assert!(reader.wait().unwrap().success());
+        assert!(end_of(&mut reader, TOOL).success());
         daemon.wait_log("served again");
         assert_eq!(write.join().unwrap(), status::OK);
     });

@@ -1,6 +1,6 @@
 //! NBD connections are handed over: clients see no disconnection, whatever is on its way.
 
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::fs::symlink;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
@@ -11,7 +11,7 @@ use blockyard_nbd::wire::{self, Headers, Request, cmd, handshake, opt};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::io::ioctl_fionread;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, tool_command, until};
+use crate::common::{BLOCKYARD, Daemon, Lines, SOON, TOOL, end_of, tool_command, until};
 use crate::guest::{Guest, base_bytes, pattern};
 use crate::handover::{Case, ctl, failing, has_no_more_descriptors, script, serves};
 use crate::handover_unopened::Storage;
@@ -373,15 +373,15 @@ fn what_a_client_has_negotiated_goes_on() {
         .spawn()
         .unwrap();
     let mut to = client.stdin.take().unwrap();
-    let mut from = BufReader::new(client.stdout.take().unwrap()).lines();
+    let mut from = Lines::of(client.stdout.take().unwrap());
     writeln!(to, "{}", nbd.uri()).unwrap();
     for round in 0..3 {
         writeln!(to, "{round}").unwrap();
-        assert_eq!(from.next().unwrap().unwrap(), "done");
+        assert_eq!(from.next().unwrap(), "done");
         daemon = nbd.replace(daemon);
     }
     drop(to);
-    assert!(client.wait().unwrap().success());
+    assert!(end_of(&mut client, TOOL).success());
     nbd.end(daemon);
 }
 
@@ -410,14 +410,14 @@ fn a_client_with_tls_is_disconnected_after_its_last_reply() {
         .stdout(Stdio::piped())
         .spawn()
         .unwrap();
-    let mut from = BufReader::new(client.stdout.take().unwrap()).lines();
-    assert_eq!(from.next().unwrap().unwrap(), "ready");
+    let mut from = Lines::of(client.stdout.take().unwrap());
+    assert_eq!(from.next().unwrap(), "ready");
     let mut new = Daemon::start(serve().arg("--takeover").arg(&control));
     new.wait_ready();
     assert!(old.ended(SOON).success(), "{}", old.log());
     assert!(old.log().contains("1 NBD clients with TLS were disconnected"), "{}", old.log());
     writeln!(client.stdin.take().unwrap()).unwrap();
-    assert_eq!(from.next().unwrap().unwrap(), "closed");
-    assert!(client.wait().unwrap().success());
+    assert_eq!(from.next().unwrap(), "closed");
+    assert!(end_of(&mut client, TOOL).success());
     new.stop();
 }

@@ -18,7 +18,8 @@ use blockyard_storage::sim::Rng;
 use vhost::vhost_user::message::FrontendReq;
 
 use crate::common::{
-    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, tool, tool_command,
+    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, TOOL, blockyard, end_of, run, tool,
+    tool_command,
 };
 use crate::guest::{Guest, base_bytes, pattern, write_base};
 use crate::handover::MORE;
@@ -26,8 +27,9 @@ use crate::killed::{Over, kills};
 
 const SIZE: usize = 24 << 20;
 const BLOCK: usize = 4096;
-/// Kills come at most this many microseconds after the begin of the work.
-const LATEST: u64 = 30_000;
+/// Kills come after less than this many writes more than before the work. The work takes the time
+/// of 150 to 450 writes.
+const LATEST: u64 = 500;
 
 /// Two overlays of a raw base, and a configuration file. The first one has the load.
 struct Host {
@@ -119,8 +121,7 @@ impl Host {
 
     #[track_caller]
     fn good(&self, arguments: &[&str]) {
-        let done = self.ctl(arguments).output().unwrap();
-        assert!(done.status.success(), "{arguments:?}: {}", String::from_utf8_lossy(&done.stderr));
+        run(&mut self.ctl(arguments), TOOL).good();
     }
 
     /// Begins a command that fails if the server is killed.
@@ -227,8 +228,8 @@ fn begin_change(host: &Host, change: &str) -> Child {
     }
 }
 
-/// Each change begins on a server of its own state, and ends with a kill at a seeded moment. The
-/// next server can serve the other disk, which has each answered write.
+/// Each change begins on a server of its own state, and ends with a kill after a seeded
+/// number of answers. The next server can serve the other disk, which has each answered write.
 #[test]
 fn a_kill_while_disks_are_added_removed_and_reloaded_leaves_nothing_in_the_way() {
     let (count, mut rng) = (kills(CHANGES.len() as u64), Rng::new(20));
@@ -246,10 +247,12 @@ fn a_kill_while_disks_are_added_removed_and_reloaded_leaves_nothing_in_the_way()
                 }
                 guest
             });
+            let answered = host.daemon.as_ref().unwrap().served("write", "busy");
             let mut work = begin_change(host, change);
-            std::thread::sleep(Duration::from_micros(rng.below(LATEST)));
+            let daemon = host.daemon.as_ref().unwrap();
+            daemon.until_served_more_than(answered + rng.below(LATEST), "write", "busy");
             host.kill();
-            work.wait().unwrap();
+            end_of(&mut work, TOOL);
             drop(guest);
             host.start();
             host.serves();

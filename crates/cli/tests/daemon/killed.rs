@@ -1,28 +1,27 @@
 //! A server that is killed during a resize, snapshot, commit or stream, under verified load. The
 //! next server finds the disk as it was before or as it is after, with each answered write.
 //!
-//! The kills come at moments that a generator chooses, so some come before the work begins or after
-//! its end. `BLOCKYARD_KILLS=N` sets the number of kills for each kind of work.
+//! A kill comes after a number of answers that a generator chooses, so some come before the work
+//! begins or after its end. `BLOCKYARD_KILLS=N` sets the number of kills for each kind of work.
 
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
 
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_storage::sim::Rng;
 use serde_json::Value;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, StateFolder, blockyard, tool};
+use crate::common::{
+    BLOCKYARD, Daemon, Folder, SOON, StateFolder, TOOL, blockyard, end_of, run, tool,
+};
 use crate::guest::{base_bytes, write_base};
 
 const MIB: u64 = 1 << 20;
 const SIZE: u64 = 24 * MIB;
 /// Kills of an ordinary run, for each kind of work.
 const KILLS: u64 = 2;
-/// Kills come at most this long after the begin of the work.
-const LATEST: u64 = 40_000;
 
 /// A qcow2 overlay of a raw base, or the base itself, served with an API.
 struct Server {
@@ -93,6 +92,12 @@ impl Server {
         self.daemon.take().unwrap().kill();
     }
 
+    /// Kills the server when it has answered more than `answered` writes.
+    fn kill_after(&mut self, answered: u64) {
+        self.daemon.as_ref().unwrap().until_served_more_than(answered, "write", "");
+        self.kill();
+    }
+
     fn ctl(&self, command: &[&str]) -> Command {
         let mut ctl = Command::new(BLOCKYARD);
         ctl.arg("ctl").arg("--api").arg(self.folder.join("api")).args(command);
@@ -100,8 +105,7 @@ impl Server {
     }
 
     fn good(&self, command: &[&str]) {
-        let done = self.ctl(command).output().unwrap();
-        assert!(done.status.success(), "{command:?}: {}", String::from_utf8_lossy(&done.stderr));
+        run(&mut self.ctl(command), TOOL).good();
     }
 
     /// Begins a command that may fail, because the server is killed.
@@ -121,8 +125,8 @@ impl Server {
     }
 
     fn size(&self) -> u64 {
-        let done = self.ctl(&["--json", "list"]).output().unwrap();
-        let list: Value = serde_json::from_slice(&done.stdout).unwrap();
+        let done = run(&mut self.ctl(&["--json", "list"]), TOOL).good();
+        let list: Value = serde_json::from_str(&done).unwrap();
         list["disks"][0]["size"].as_u64().unwrap()
     }
 
@@ -179,7 +183,9 @@ fn load(server: &Server) -> LoadOptions {
     }
 }
 
-fn killed_during(kind: &str) {
+/// `latest`: kills come after less than this many writes more than before the work. The work takes
+/// the time of about as many writes.
+fn killed_during(kind: &str, latest: u64) {
     let kills = kills(KILLS);
     let (mut server, mut rng) = (Server::of_overlay(), Rng::new(kind.len() as u64));
     let load = LoadOptions { flush_every: 200, ..load(&server) };
@@ -190,10 +196,10 @@ fn killed_during(kind: &str) {
             server.daemon.as_ref().unwrap().until_goes_on(16);
             assert!(!client.is_finished(), "the load ended early");
             let before = server.size();
+            let answered = server.daemon.as_ref().unwrap().served("write", "");
             let mut work = server.work(kind);
-            std::thread::sleep(Duration::from_micros(rng.below(LATEST)));
-            server.kill();
-            work.wait().unwrap();
+            server.kill_after(answered + rng.below(latest));
+            end_of(&mut work, TOOL);
             server.start();
             let after = server.size();
             let grown = (before * 3 / 2).next_multiple_of(512);
@@ -201,7 +207,7 @@ fn killed_during(kind: &str) {
         }
         // The work succeeds after all.
         server.daemon.as_ref().unwrap().until_goes_on(16);
-        assert!(server.work(kind).wait().unwrap().success(), "{kind}");
+        assert!(end_of(&mut server.work(kind), TOOL).success(), "{kind}");
         server.daemon.as_ref().unwrap().until_served_more_than(1000, "write", "");
         drop(over);
         client.join().unwrap().unwrap()
@@ -217,12 +223,12 @@ fn killed_during(kind: &str) {
 
 #[test]
 fn a_kill_during_a_resize_leaves_the_old_size_or_the_new_one() {
-    killed_during("resize");
+    killed_during("resize", 400);
 }
 
 #[test]
 fn a_kill_during_a_snapshot_leaves_the_image_or_its_overlay() {
-    killed_during("snapshot");
+    killed_during("snapshot", 300);
 }
 
 /// The disk began with an image that has no metadata.
@@ -254,10 +260,10 @@ fn a_kill_after_a_snapshot_of_a_raw_image_loses_no_answered_write() {
 
 #[test]
 fn a_kill_during_a_commit_loses_no_answered_write() {
-    killed_during("commit");
+    killed_during("commit", 4000);
 }
 
 #[test]
 fn a_kill_during_a_stream_loses_no_answered_write() {
-    killed_during("stream");
+    killed_during("stream", 1400);
 }

@@ -38,6 +38,7 @@
 //!   handover     a new server takes the disks of a running one
 //!   handover_calls       hand-overs while a call changes the configuration
 //!   handover_faults      front ends that cannot be handed over, new servers that lack something
+//!   handover_limits      hand-overs of a disk with a limit
 //!   handover_migration   hand-overs and deaths during a live migration
 //!   handover_nbd a new server continues the NBD connections of a running one
 //!   handover_unopened    upgrades while the storage of a disk does not answer
@@ -63,6 +64,7 @@ mod full;
 mod handover;
 mod handover_calls;
 mod handover_faults;
+mod handover_limits;
 mod handover_migration;
 mod handover_nbd;
 mod handover_unopened;

@@ -2,7 +2,6 @@
 //! message is still in the socket, or the keeper has what it has changed. So the next server gives
 //! the answer, and the front end sees nothing. strace kills the server at a chosen system call.
 
-use std::io::{BufRead, BufReader};
 use std::os::fd::AsFd;
 use std::process::Stdio;
 use std::time::{Duration, Instant};
@@ -15,7 +14,7 @@ use vhost::VhostUserMemoryRegionInfo;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::FrontendReq;
 
-use crate::common::{Daemon, SOON, TOOL, tool_command, until};
+use crate::common::{Daemon, Lines, SOON, TOOL, tool_command, until};
 use crate::guest::pattern;
 use crate::handover::Case;
 use crate::holder::{Keeper, end, keep};
@@ -55,7 +54,7 @@ fn is_killed_at(holder: &Daemon, moment: Moment, n: usize, work: impl FnOnce()) 
     strace.args(["-e", &format!("trace={call}")]);
     strace.args(["-e", &format!("inject={call}:signal=KILL:when={n}")]);
     let mut strace = strace.stderr(Stdio::piped()).spawn().unwrap();
-    let mut lines = BufReader::new(strace.stderr.take().unwrap()).lines().map_while(Result::ok);
+    let mut lines = Lines::of(strace.stderr.take().unwrap());
     let attached = lines.find(|line| line.contains("attached") || line.contains("ptrace"));
     assert!(attached.is_some_and(|line| line.contains("attached")), "strace cannot attach");
     work();

@@ -4,8 +4,6 @@
 //! of the throttle check times and bursts on a simulated clock, and `tests/perf` measures the
 //! rates.
 
-use std::sync::atomic::Ordering;
-
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Plan, request, status};
@@ -13,23 +11,32 @@ use blockyard_driver::{Data, Plan, request, status};
 use crate::common::{Daemon, Folder, is_of_watchdog};
 use crate::disks::{Disks, disk, good};
 use crate::guest::{ANSWER, Guest};
+use crate::killed::Over;
 
-/// A limit that admits a request of one sector at once, and the next one after 25 s. (Beyond 30 s
-/// the queues of a disk take no requests.)
-const SLOW: &str = "bps = 20";
+/// A limit that admits a request of one sector at once, and the next one after 512 s: longer than
+/// any test waits.
+const SLOW: &str = "bps = 1";
+
+/// Requests that a limit of one operation per second completes within no time that a test waits.
+const MANY: u64 = 1000;
 
 /// Fails if a limit of one operation per second does not hold requests of this kind. The
 /// configuration `free` has no limit.
 #[track_caller]
 fn held(disks: &Disks, name: &str, rw: Pattern, free: &str) {
-    // The last request would wait for 24 s.
-    let load = LoadOptions { rw, depth: 25, ops: Some(25), ..disks.load(name) };
+    let kind = if rw == Pattern::Randread { "read" } else { "write" };
+    // The client always has requests that wait.
+    let load = LoadOptions { rw, depth: 25, runtime: 3600.0, ..disks.load(name) };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
+        let over = Over(&load.over);
         // The log has no line about the share before that.
-        disks.daemon.until_served(if rw == Pattern::Randread { "read" } else { "write" }, name);
+        disks.daemon.until_served(kind, name);
         disks.until_waiting(name, 1);
+        let before = disks.daemon.served(kind, name);
         disks.reload(free, "changed without closing it: ");
+        disks.daemon.until_served_more_than(before + MANY, kind, name);
+        drop(over);
         client.join().unwrap();
     });
 }
@@ -91,16 +98,17 @@ fn a_changed_limit_applies_to_waiting_requests() {
 fn limits_can_change_under_load() {
     let text = |keys: &str| disk("a", keys);
     let disks = Disks::start(&text(""));
-    let load = LoadOptions { runtime: 120.0, ..disks.load("a") };
+    let load = LoadOptions { runtime: 3600.0, ..disks.load("a") };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| good(&load));
+        let over = Over(&load.over);
         disks.daemon.until_served("read", "");
         for round in 0..10 {
             disks.reload(&text(&format!("iops = {}", 100 + round)), "changed without closing it: ");
             disks.reload(&text(""), "changed without closing it: ");
         }
         disks.reload(&text("iops = 1000"), "changed without closing it: ");
-        load.over.store(true, Ordering::Relaxed);
+        drop(over);
         client.join().unwrap();
     });
     disks.reload(&text("iops = 1"), "changed without closing it: ");
@@ -142,7 +150,7 @@ fn disks_of_a_group_share_its_limit() {
 
 #[test]
 fn throttled_writes_do_not_delay_other_requests() {
-    let disks = Disks::start(&disk("a", "bps-write = 20\nqueues = 2"));
+    let disks = Disks::start(&disk("a", "bps-write = 1\nqueues = 2"));
     let mut guest = Guest::with(&disks.folder.join("a"), &Plan { queues: 2, ..Plan::default() });
     let [writes, others] = &mut guest.session.queues[..] else { panic!("two queues") };
     let mut write = || {
@@ -158,7 +166,7 @@ fn throttled_writes_do_not_delay_other_requests() {
             let flush = others.call(request::FLUSH, 0, Data::None, &mut [], ANSWER);
             assert_eq!((read.unwrap(), flush.unwrap()), (status::OK, status::OK));
         }
-        assert!(!waits.is_finished(), "a second sector within 25 s");
+        assert!(!waits.is_finished(), "a second sector within 512 s");
         disks.reload(&disk("a", "queues = 2"), "changed without closing it: ");
         waits.join().unwrap();
     });
@@ -222,25 +230,27 @@ fn a_reload_with_wrong_knobs_changes_nothing() {
 fn a_disk_with_throttled_requests_closes_at_once() {
     let folder = Folder::new();
     let socket = folder.join("s");
-    let mut daemon = Daemon::serve("null:1G", &socket, &["--iops", "1"]);
+    let mut daemon = Daemon::serve("null:1G", &socket, &["--bps", "1"]);
     let load = LoadOptions {
         depth: 64,
-        runtime: 30.0,
+        runtime: 3600.0,
         reconnect: false,
         ..LoadOptions::for_socket(socket.clone())
     };
     std::thread::scope(|scope| {
         let client = scope.spawn(|| measure(&load));
         daemon.until_served("read", "");
-        // 63 requests wait for one second each, which is longer than the limit for the end.
+        daemon.until_waiting("", 1);
+        // Each request waits for 4096 s, which is longer than the limit for the end.
         assert!(daemon.terminate().success());
         let _ = client.join().unwrap();
     });
 }
 
-/// A device model with four servers of 5 ms: 800 reads per second.
+/// A device model with four servers of 5 ms.
 const DEVICE: &str = "image = \"delay:1G,parallel=4,read=5ms,device=d\"";
 
+/// `tests/perf` measures the times.
 #[test]
 fn statistics_show_why_a_disk_is_slow() {
     let with_device =
@@ -258,26 +268,40 @@ fn statistics_show_why_a_disk_is_slow() {
             .map(|(_, rest)| rest.split_once(" us").unwrap().0.parse::<f64>().unwrap());
         number.unwrap_or_else(|| panic!("no {before:?}: {line}"))
     };
-    // With 10 in flight and 200 per second, each request waits 50 ms, except the first ones.
-    good(&LoadOptions { depth: 10, ops: Some(60), ..disks.load("limited") });
-    assert!(figure("limited", "mean wait ") > 25_000.0, "{}", disks.share("limited"));
+    let limited = LoadOptions { depth: 10, runtime: 3600.0, ..disks.load("limited") };
+    std::thread::scope(|scope| {
+        let client = scope.spawn(|| good(&limited));
+        let over = Over(&limited.over);
+        disks.daemon.until_served("read", "limited");
+        disks.until_waiting("limited", 1);
+        drop(over);
+        client.join().unwrap();
+    });
+    assert!(figure("limited", "mean wait ") > 0.0, "{}", disks.share("limited"));
     assert!(disks.share("limited").contains("no device is shared"));
     // Requests on a device that no other disk uses do not wait.
     good(&LoadOptions { depth: 2, ops: Some(40), ..disks.load("polite") });
     assert_eq!(figure("polite", "mean wait "), 0.0);
-    assert!(figure("polite", "mean service time ") > 3_000.0, "{}", disks.share("polite"));
-    let thrash = LoadOptions { depth: 256, runtime: 120.0, ..disks.load("thrash") };
+    assert!(figure("polite", "mean service time ") > 0.0, "{}", disks.share("polite"));
+    // The clients have more operations in flight than the device serves at a time.
+    let loads = [("thrash", 256), ("polite", 200)].map(|(name, depth)| LoadOptions {
+        depth,
+        runtime: 3600.0,
+        ..disks.load(name)
+    });
     std::thread::scope(|scope| {
-        let client = scope.spawn(|| good(&thrash));
-        disks.daemon.until_served("read", "thrash");
-        // The client has 200 operations in flight, of which the device serves four at a time.
-        good(&LoadOptions { depth: 200, ops: Some(400), ..disks.load("polite") });
-        thrash.over.store(true, Ordering::Relaxed);
-        client.join().unwrap();
+        let clients = loads.each_ref().map(|load| scope.spawn(|| good(load)));
+        let over = loads.each_ref().map(|load| Over(&load.over));
+        for name in ["thrash", "polite"] {
+            disks.daemon.until_served("read", name);
+            disks.until_waiting(name, 1);
+        }
+        drop(over);
+        clients.into_iter().for_each(|client| drop(client.join().unwrap()));
     });
     for name in ["polite", "thrash"] {
         assert_eq!(figure(name, "mean wait "), 0.0);
-        assert!(figure(name, "limits, ") > 5_000.0, "{}", disks.share(name));
+        assert!(figure(name, "limits, ") > 0.0, "{}", disks.share(name));
     }
     disks.daemon.stop();
 }

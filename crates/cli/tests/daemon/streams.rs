@@ -3,7 +3,7 @@
 use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::{Command, ExitStatus, Stdio};
 
 use crate::common::{
     BLOCKYARD, Daemon, Folder, SOON, Signal, TOOL, blockyard, listens, run, tool, until,
@@ -136,6 +136,16 @@ fn commands(folder: &Folder) -> Vec<Vec<String>> {
     ]
 }
 
+/// Runs the program with this standard output. Returns its status and its standard error.
+#[track_caller]
+fn run_into(arguments: &[String], out: Stdio) -> (ExitStatus, String) {
+    let mut command = Command::new(BLOCKYARD);
+    command.args(arguments).stdin(Stdio::null()).stdout(out).stderr(Stdio::piped());
+    let mut daemon = Daemon::start_with(&mut command);
+    let status = daemon.ended(TOOL);
+    (status, daemon.log())
+}
+
 #[test]
 fn commands_end_without_a_message_if_the_reader_closed_the_pipe() {
     let folder = Folder::new();
@@ -143,16 +153,9 @@ fn commands_end_without_a_message_if_the_reader_closed_the_pipe() {
         // The reader closes the pipe before the command starts.
         let (reader, writer) = rustix::pipe::pipe_with(rustix::pipe::PipeFlags::CLOEXEC).unwrap();
         drop(reader);
-        let mut command = Command::new(BLOCKYARD);
-        let child = command
-            .args(&arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::from(writer))
-            .stderr(Stdio::piped());
-        let done = child.spawn().unwrap().wait_with_output().unwrap();
-        let stderr = String::from_utf8_lossy(&done.stderr);
+        let (status, stderr) = run_into(&arguments, Stdio::from(writer));
         // The status that a shell reports for a program that SIGPIPE ended.
-        assert_eq!((done.status.code(), &*stderr), (Some(141), ""), "{arguments:?}");
+        assert_eq!((status.code(), &*stderr), (Some(141), ""), "{arguments:?}");
     }
     let help =
         run(Command::new("bash").args(["-c", &format!("'{BLOCKYARD}' --help | head -n 1")]), TOOL);
@@ -164,15 +167,8 @@ fn commands_report_a_write_error_of_standard_output() {
     let folder = Folder::new();
     for arguments in commands(&folder) {
         let full = File::options().write(true).open("/dev/full").unwrap();
-        let mut command = Command::new(BLOCKYARD);
-        let child = command
-            .args(&arguments)
-            .stdin(Stdio::null())
-            .stdout(Stdio::from(full))
-            .stderr(Stdio::piped());
-        let done = child.spawn().unwrap().wait_with_output().unwrap();
-        let stderr = String::from_utf8_lossy(&done.stderr);
-        assert_eq!(done.status.code(), Some(1), "{arguments:?}: {stderr}");
+        let (status, stderr) = run_into(&arguments, Stdio::from(full));
+        assert_eq!(status.code(), Some(1), "{arguments:?}: {stderr}");
         let line =
             "blockyard: standard output cannot be written: No space left on device (os error 28)";
         assert_eq!(stderr.lines().last(), Some(line), "{arguments:?}: {stderr}");

@@ -9,7 +9,7 @@ use blockyard_driver::request::{DISCARD, IN, OUT};
 use vhost::vhost_user::message::FrontendReq;
 
 use super::beside::End;
-use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM};
+use super::daemon::{CAPACITY, Daemon, OTHER, VICTIM, are_few};
 use super::guest::{BOTH, D, Guest, Layout, event, into, out};
 use super::messages::{Fate, send};
 
@@ -54,14 +54,15 @@ fn bad_requests_do_not_fill_the_log() {
         ];
         flood(&mut guest, chains[0], 1000);
         let before = daemon.own_memory();
+        const REQUESTS: u32 = 34_000;
         for chain in chains {
-            flood(&mut guest, chain, 34_000);
+            flood(&mut guest, chain, REQUESTS);
             assert_ne!(guest.byte(status), 0);
         }
         let grown = daemon.own_memory().saturating_sub(before);
         assert!(grown < 1 << 20, "{grown} bytes more");
         let log = daemon.complaints();
-        assert!(log.len() <= 5 + daemon.later_complaints(), "{log:#?}");
+        assert!(are_few(&log, 3 * REQUESTS as usize), "{log:#?}");
         guest.works(0, 0);
         other.works(0, 0);
         daemon.end();
@@ -141,7 +142,8 @@ fn rings_that_break_in_a_loop_do_not_fill_the_log() {
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let mut guest = Guest::start(&daemon.socket(VICTIM), Layout::Split);
     let (descriptors, memory) = (daemon.descriptors(), daemon.own_memory());
-    for _ in 0..1000 {
+    const RINGS: usize = 1000;
+    for _ in 0..RINGS {
         guest.rings[0].push_split(u16::MAX);
         guest.rings[0].kick();
         guest.reset_ring(0);
@@ -149,7 +151,7 @@ fn rings_that_break_in_a_loop_do_not_fill_the_log() {
     guest.works(0, 0);
     other.works(0, 0);
     let log = daemon.complaints();
-    assert!((1..=daemon.allowed_complaints()).contains(&log.len()), "{log:#?}");
+    assert!(!log.is_empty() && are_few(&log, RINGS), "{log:#?}");
     daemon.keeps_descriptors(descriptors, "at last");
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
@@ -162,7 +164,8 @@ fn refused_messages_do_not_fill_the_log() {
     let mut other = Guest::start(&daemon.socket(OTHER), Layout::Split);
     let guest = Guest::connect(&daemon.socket(VICTIM), Layout::Split);
     let memory = daemon.own_memory();
-    for _ in 0..5000 {
+    const MESSAGES: usize = 10_000;
+    for _ in 0..MESSAGES / 2 {
         assert_eq!(
             send(&guest.connection, FrontendReq::SET_VRING_NUM, &[0; 8], &[]),
             Fate::Refused
@@ -175,7 +178,7 @@ fn refused_messages_do_not_fill_the_log() {
     }
     other.works(0, 0);
     let log = daemon.complaints();
-    assert!((1..=daemon.allowed_complaints()).contains(&log.len()), "{log:#?}");
+    assert!(!log.is_empty() && are_few(&log, MESSAGES), "{log:#?}");
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
     daemon.end();
@@ -201,7 +204,8 @@ fn disconnected_front_ends_leave_no_resources_behind() {
     }
     daemon.keeps_descriptors(descriptors, "at first");
     let (mappings, memory) = (daemon.mappings(), daemon.own_memory());
-    for _ in 0..250 {
+    const VISITS: usize = 250;
+    for _ in 0..VISITS {
         visit(Layout::Split, false);
         visit(Layout::Packed, true);
     }
@@ -210,6 +214,7 @@ fn disconnected_front_ends_leave_no_resources_behind() {
     daemon.keeps_mappings(mappings + 8);
     let grown = daemon.own_memory().saturating_sub(memory);
     assert!(grown < 1 << 20, "{grown} bytes more");
-    assert!(daemon.log().len() < 28 + daemon.allowed_complaints(), "{:#?}", daemon.log());
+    // Each visit connects and disconnects two front ends.
+    assert!(daemon.log().len() < 4 * VISITS / 10, "{:#?}", daemon.log());
     daemon.end();
 }

@@ -88,7 +88,8 @@ fn sigterm_drains_and_flushes() {
         [
             "-c",
             &format!(
-                "import nbd,time\nh=nbd.NBD()\nh.connect_uri({:?})\nh.pwrite(b'k'*{MB},{MB})\nprint('written',flush=True)\ntime.sleep(30)",
+                "import nbd,signal\nh=nbd.NBD()\nh.connect_uri({:?})\nh.pwrite(b'k'*{MB},{MB})\n\
+                 print('written',flush=True)\nsignal.pause()",
                 disk.uri()
             ),
         ],

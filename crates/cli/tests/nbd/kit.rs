@@ -2,12 +2,10 @@
 //! else may cause errors.
 
 use std::os::unix::fs::FileExt;
-use std::process::Command;
 
-use crate::common::{
-    BLOCKYARD, Daemon, Folder, SOON, TOOL, listens, run, tool, tool_command, until,
-};
-use crate::fixture::{COPY, MB, NbdServer, address, same, sparse, start_in_background, uri};
+use crate::common::{Daemon, Folder, SOON, TOOL, listens, run, tool, tool_command, until};
+use crate::durable::serve_again;
+use crate::fixture::{COPY, MB, NbdServer, same, sparse, start_in_background, uri};
 
 /// nbdkit with filters in front of the server, and its URI.
 struct Kit {
@@ -113,33 +111,17 @@ fn flipped_bits_are_detected() {
 }
 
 /// The server is killed during a copy and restarted. The retry filter reconnects, and the copy is
-/// complete.
+/// complete. A limit holds the copy until the kill: each of the first two servers admits 2 MiB of
+/// writes, and then a byte each second.
 #[test]
 fn a_copy_survives_a_restart_of_the_server() {
     let folder = Folder::new();
     let source = sparse(&folder, "source");
     let (image, socket) = (folder.image("disk.img", 64 * MB), folder.join("s"));
-    let serve = || -> Daemon {
-        let mut command = Command::new(BLOCKYARD);
-        command
-            .arg("serve")
-            .arg(&image)
-            .arg("--nbd")
-            .arg(address(&socket))
-            .args(["--name", "disk"]);
-        loop {
-            let mut daemon = Daemon::start(&mut command);
-            if daemon.became_ready() {
-                return daemon;
-            }
-            assert!(daemon.log().contains("is in use by"), "{}", daemon.log());
-        }
-    };
-    let mut daemon = serve();
-    // The copy is slow enough to last until the server dies: 20 ms for each of at least 192
-    // requests.
-    let parameters = ["retries=10", "retry-delay=1", "wdelay=20ms"];
-    let kit = Kit::start(&folder, &["retry", "delay"], &uri(&socket, "disk"), &parameters);
+    let held = ["--bps-write", "1,max=2M,length=1"];
+    let mut server = serve_again(&image, &socket, &held);
+    let parameters = ["retries=10", "retry-delay=1"];
+    let kit = Kit::start(&folder, &["retry"], &uri(&socket, "disk"), &parameters);
     let mut copy = start_in_background(
         "nbdcopy",
         [
@@ -150,11 +132,12 @@ fn a_copy_survives_a_restart_of_the_server() {
             &kit.uri,
         ],
     );
-    for _ in 0..2 {
-        until("some of it is there", SOON, || crate::common::allocated(&image) > MB);
+    for next in [&held[..], &[]] {
+        server.until_served("write", "disk");
+        server.until_waiting("disk", 1);
         assert!(copy.running(), "over too early: {}", copy.log());
-        daemon.kill();
-        daemon = serve();
+        server.kill();
+        server = serve_again(&image, &socket, next);
     }
     let status = copy.ended(COPY);
     assert!(status.success(), "{}", copy.log());
@@ -162,6 +145,6 @@ fn a_copy_survives_a_restart_of_the_server() {
     tool("qemu-io", ["-f", "raw", "-c", "flush", &uri(&socket, "disk")]).good();
     assert!(kit.daemon.log().len() < 100_000);
     drop(kit);
-    daemon.stop();
+    server.stop();
     same(&source, &image);
 }

@@ -1,6 +1,6 @@
 //! libnbd calls in scripts. Each script says what it checks.
 
-use crate::common::Folder;
+use crate::common::{Folder, SOON};
 use crate::fixture::{MB, NbdServer, script, uri};
 
 #[test]
@@ -68,6 +68,7 @@ fn zeroes_that_cannot_be_fast_are_refused() {
 fn the_default_export_works_over_tcp() {
     let folder = Folder::new();
     let image = folder.image("disk.img", 32 * MB);
+    let start = std::time::Instant::now();
     let (port, daemon) = loop {
         let port = free_port();
         let address = format!("tcp:127.0.0.1:{port}");
@@ -79,6 +80,7 @@ fn the_default_export_works_over_tcp() {
         }
         // If the start failed, another process must have taken the port meanwhile.
         assert!(daemon.log().contains("Address already in use"), "{}", daemon.log());
+        assert!(start.elapsed() < SOON, "no port stays free");
     };
     script("commands", &format!("nbd://127.0.0.1:{port}"));
     script("handshake", &format!("nbd://127.0.0.1:{port}"));

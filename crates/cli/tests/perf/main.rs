@@ -9,6 +9,9 @@ mod common;
 #[allow(dead_code)]
 #[path = "../daemon/disks.rs"]
 mod disks;
+mod exchange;
+// The module has more functions than these tests use.
+#[allow(dead_code)]
 mod figures;
 // The module has more functions than these tests use.
 #[allow(dead_code)]
@@ -20,6 +23,7 @@ mod limits;
 #[path = "../nbd/fixture.rs"]
 mod nbd_server;
 mod polling;
+mod reactors;
 mod statistics;
 mod ublk;
 // The module has more functions than this test uses.

@@ -205,7 +205,7 @@ fn hears_soon(raw: &Raw) -> bool {
 }
 
 /// Returns whether the server has disconnected a client.
-fn is_disconnected(raw: &Raw) -> bool {
+pub fn is_disconnected(raw: &Raw) -> bool {
     let mut state = [PollFd::new(&raw.stream, PollFlags::RDHUP)];
     poll(&mut state, Some(&Timespec { tv_sec: 0, tv_nsec: 0 })).unwrap();
     state[0].revents().intersects(PollFlags::RDHUP | PollFlags::HUP)
@@ -273,7 +273,7 @@ fn sigterm_ends_the_server_during_a_flood() {
         let _ = taking.join();
         assert!(Instant::now() < end, "the flood was not ended by the server");
     });
-    flowing.recv().unwrap();
+    flowing.recv_timeout(SOON).expect("the flood flows");
     ends(disk, (mute, half));
     flood.join().unwrap();
 }

@@ -1,9 +1,9 @@
 """reconnects.py URI SIZE STOP SEED: verified reads and writes of a disk of zeroes with SIZE bytes.
 
 Keeps 8 requests of 4 KiB in flight, each block in one request at a time. If the connection is lost,
-connects again and repeats the requests without an answer. Any other error ends the program. Prints
-`served` after the first answers of each connection. If the file STOP exists, reads all blocks and
-ends.
+connects again and repeats the requests without an answer. A server that is not back within 60 s is
+an error. Any other error ends the program, too. Prints `served` on each connection after 1 to 200
+answers; SEED chooses their number. If the file STOP exists, reads all blocks and ends.
 """
 
 import os
@@ -18,6 +18,10 @@ random.seed(int(seed))
 blocks = int(size) // 4096
 version = [0] * blocks
 lost = 0
+# Largest number of answers before `served`.
+MOST = 200
+# Seconds for an answer, and for a server to come back.
+BACK = 60
 BASE = bytes(4096)
 
 
@@ -28,13 +32,26 @@ def text(block):
 
 
 def connect():
+    """Connects. Chooses the number of answers until `served`."""
+    global until_served
+    start = time.monotonic()
     while True:
         h = nbd.NBD()
         try:
             h.connect_uri(uri)
+            until_served = random.randint(1, MOST)
             return h
-        except nbd.Error:
+        except nbd.Error as e:
+            if time.monotonic() - start > BACK:
+                sys.exit(f"the server is not back after {BACK} s: {e}")
             time.sleep(0.02)
+
+
+def answered():
+    global until_served
+    until_served -= 1
+    if until_served == 0:
+        print("served", flush=True)
 
 
 def run(h, jobs):
@@ -58,11 +75,12 @@ def run(h, jobs):
                         left.append(command)
                         continue
                     jobs.remove((kind, block))
+                    answered()
                     if kind == "read" and bytes(buffer.to_bytearray()) != text(block):
                         sys.exit(f"block {block} is not that of version {version[block]}")
                 sent = left
-                if sent:
-                    h.poll(-1)
+                if sent and h.poll(BACK * 1000) == 0:
+                    sys.exit(f"no answer within {BACK} s")
         except nbd.Error as e:
             if not h.aio_is_dead() and not h.aio_is_closed():
                 sys.exit(f"an error while connected: {e}")
@@ -71,7 +89,7 @@ def run(h, jobs):
     return h
 
 
-h, rounds, served = connect(), 0, -1
+h, rounds = connect(), 0
 while not os.path.exists(stop):
     rounds += 1
     chosen = random.sample(range(blocks), 8)
@@ -79,9 +97,6 @@ while not os.path.exists(stop):
     for kind, block in jobs:
         version[block] += kind == "write"
     h = run(h, jobs)
-    if lost != served:
-        served = lost
-        print("served", flush=True)
     if rounds % 50 == 0:
         try:
             h.flush()
