@@ -1,4 +1,4 @@
-//! The NBD protocol, for the server (`export`), the client of images (`image`) and the benchmark's
+//! The NBD protocol, for the server (`export`), the client of images (`storage`) and the benchmark's
 //! client (`bench`).
 //!
 //! ```text

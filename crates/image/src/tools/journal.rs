@@ -49,7 +49,7 @@ async fn journal_of(
     let Some(session) = session_of(raw, format).await? else { return Ok(None) };
     let may_be_of_this_boot = session.may_be_of_this_boot();
     let elsewhere = |place: String| may_be_of_this_boot.then_some(Pending::Elsewhere(place));
-    let refuse = |e: StoreError| ImageError::refused(STRUCTURE, e.to_string());
+    let refuse = |e: StoreError| ImageError::refused(STRUCTURE, e.to_string()).with_source(e);
     let (store, image) = match place_of(file) {
         Ok(Some(place)) => place,
         Err(e) if may_be_of_this_boot => return Err(refuse(e)),

@@ -58,7 +58,10 @@ impl Qcow2 {
         let size = self.shape().cluster_size() as usize;
         let plain =
             self.decompressed.unpack(packed, self.shared.compression, size).await?.map_err(
-                |e| ImageError::invalid("qcow2 compressed cluster", host, e.to_string()),
+                |e| {
+                    let what = "qcow2 compressed cluster";
+                    ImageError::invalid(what, host, e.to_string()).with_source(e)
+                },
             )?;
         let plain = Rc::new(plain);
         self.decompressed.keep(word, now, plain.clone(), size);
