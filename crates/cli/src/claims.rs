@@ -38,7 +38,8 @@ impl ImageId {
     /// Returns `None` if no other disk can have the disk's image, or if it does not exist.
     pub fn of(disk: &DiskArgs) -> Option<Self> {
         if let Some((scheme, name)) = blockyard_image::scheme_of(&disk.image) {
-            return scheme.normalize(name).ok().map(ImageId::Storage);
+            let normalized = scheme.normalize(name).ok().filter(|_| !scheme.is_volatile());
+            return normalized.map(ImageId::Storage);
         }
         let metadata = std::fs::metadata(&disk.image).ok()?;
         Some(ImageId::File(metadata.dev(), metadata.ino()))

@@ -174,8 +174,9 @@ impl Config {
             }
             (None, None) => {
                 anyhow::bail!(
-                    "no disk: give an IMAGE and an export (--vhost-user, --nbd, --ublk or --xen), \
-                     or --config FILE, or --api SOCKET to add disks later"
+                    "no disk: give an IMAGE and an export ({}), or --config FILE, or --api SOCKET \
+                     to add disks later",
+                    exports::options()
                 )
             }
         }

@@ -35,6 +35,14 @@ pub enum Obstacle {
     DeviceRemoved(PathBuf),
 }
 
+/// For how long an export's requests may be held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LongestHold {
+    pub time: Duration,
+    /// Why there is a limit, as a sentence about the disk.
+    pub why: &'static str,
+}
+
 /// One disk, served by one protocol, from its start until `stop` or drop.
 ///
 /// Draining belongs to the disk ([`blockyard_disk::Disk::drain`] holds the requests of all its
@@ -87,8 +95,8 @@ pub trait Export: Send {
     }
 
     /// Returns the longest time for which the requests of the export may be held, if it has such a
-    /// limit. The kernel ends this process if a request takes much longer.
-    fn longest_hold(&self) -> Option<Duration> {
+    /// limit.
+    fn longest_hold(&self) -> Option<LongestHold> {
         None
     }
 

@@ -33,7 +33,7 @@ pub mod xen;
 
 pub use client::Client;
 pub use ending::{close, leave, sync, sync_always};
-pub use export::{Export, Handed, Obstacle, STOP_TIME};
+pub use export::{Export, Handed, LongestHold, Obstacle, STOP_TIME};
 pub use listener::{Listener, SocketError};
 pub use peer::Peer;
 pub use policy::PolicyFigures;

@@ -25,6 +25,12 @@ pub struct StorageError {
     pub source: Box<dyn Error + Send + Sync>,
 }
 
+impl StorageError {
+    pub fn new(kind: ErrorKind, source: impl Into<Box<dyn Error + Send + Sync>>) -> Self {
+        StorageError { kind, source: source.into() }
+    }
+}
+
 impl fmt::Display for StorageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.source.fmt(f)

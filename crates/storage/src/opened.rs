@@ -154,8 +154,16 @@ pub trait Opened: fmt::Debug + Send + Sync {
     }
     /// Returns the storage's size in bytes.
     fn size(&self) -> u64;
-    fn geometry(&self) -> Geometry;
-    fn capabilities(&self) -> Capabilities;
+    /// Returns the block sizes that the storage prefers or requires, as its [`Storage`] does.
+    ///
+    /// [`Storage`]: crate::Storage
+    fn geometry(&self) -> Geometry {
+        Geometry::default()
+    }
+    /// The default is that of a storage with a length that cannot change.
+    fn capabilities(&self) -> Capabilities {
+        Capabilities { direct: false, fixed_length: true }
+    }
     /// Returns whether io_uring moves all data between files of this host and the memory of the
     /// requests. Else this process copies them.
     fn has_files(&self) -> bool {
@@ -174,5 +182,7 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn own_program(&self) {}
     /// Returns the device that holds the storage's data and that other disks may share, and whether
     /// it is rotational. None: no other disk can share the device.
-    fn device(&self) -> io::Result<Option<(String, bool)>>;
+    fn device(&self) -> io::Result<Option<(String, bool)>> {
+        Ok(None)
+    }
 }

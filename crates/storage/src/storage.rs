@@ -53,8 +53,10 @@ pub trait Storage: 'static {
     fn allocate(&self, _offset: u64, _len: u64) -> impl Future<Output = io::Result<()>> {
         std::future::ready(Err(io::ErrorKind::Unsupported.into()))
     }
-    /// Sets the file's length.
-    fn set_len(&self, len: u64) -> impl Future<Output = io::Result<()>>;
+    /// Sets the file's length. Fails with `Unsupported` if it cannot change.
+    fn set_len(&self, _len: u64) -> impl Future<Output = io::Result<()>> {
+        std::future::ready(Err(io::ErrorKind::Unsupported.into()))
+    }
     /// Returns the present length.
     fn len(&self) -> impl Future<Output = io::Result<u64>>;
     /// Returns the first range of data at or after `offset`. None: only holes follow, which read as

@@ -2,9 +2,9 @@
 
 use std::io;
 use std::path::PathBuf;
-use std::time::Duration;
 
 use blockyard_disk::{Difference, SourceError, WorkError};
+use blockyard_export::LongestHold;
 
 use crate::obstacle::Obstacle;
 use crate::settings::WayError;
@@ -54,12 +54,11 @@ pub enum YardError {
     #[error("disk \"{disk}\" cannot be handed over: {why}")]
     Stays { disk: String, why: Obstacle },
     #[error(
-        "disk \"{disk}\": {what} is refused, because its requests may wait for at most {} s: it has \
-         a ublk device of a user without privileges, and the kernel kills the server of such a \
-         device if a request takes 30 s",
-        .longest.as_secs()
+        "disk \"{disk}\": {what} is refused, because its requests may wait for at most {} s: {}",
+        .longest.time.as_secs(),
+        .longest.why
     )]
-    Holds { disk: String, what: &'static str, longest: Duration },
+    Holds { disk: String, what: &'static str, longest: LongestHold },
     #[error("the server is ending, and accepts no more commands")]
     Closing,
 }

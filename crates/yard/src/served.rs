@@ -280,13 +280,13 @@ impl ServedDisk {
     /// `what` may hold them longer. `limit`: for how long, if that is known.
     pub fn check_hold(&self, what: &'static str, limit: Option<Duration>) -> Result<(), YardError> {
         let exports = self.exports.all();
-        let Some(longest) = exports.iter().filter_map(|export| export.longest_hold()).min() else {
-            return Ok(());
-        };
-        if limit.is_some_and(|limit| limit <= longest) {
-            return Ok(());
+        let holds = exports.iter().filter_map(|export| export.longest_hold());
+        match holds.min_by_key(|hold| hold.time) {
+            Some(longest) if limit.is_none_or(|limit| limit > longest.time) => {
+                Err(YardError::Holds { disk: self.settings.name.clone(), what, longest })
+            }
+            _ => Ok(()),
         }
-        Err(YardError::Holds { disk: self.settings.name.clone(), what, longest })
     }
 
     /// Changes the knobs, the clients that may connect, or what happens without space.
@@ -453,3 +453,6 @@ fn statistics(disk: &Arc<Disk>, reactors: &Reactors) -> (Statistics, PolicyFigur
     }
     (all, policies)
 }
+
+#[cfg(test)]
+mod tests;

@@ -11,12 +11,12 @@ mod ublk;
 mod vhost_user;
 mod xen;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use blockyard_disk::Disk;
 use blockyard_export::vhost_user::{Before, QueueShape};
-use blockyard_export::{Export, Reactors};
+use blockyard_export::{Export, Listener, Reactors};
 use blockyard_ring::parcel::Parcel;
 use blockyard_yard::{Way, WayError};
 use rustix::process::Signal;
@@ -25,13 +25,13 @@ use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::values::ReactorList;
 
-use bound::Bound;
+use bound::{Address, Bound};
 pub use handed::HandedExports;
 pub use ublk::ublk_options;
 
 /// Exports start in this order. ublk and Xen come last: the host or a guest uses their devices at
 /// once. [`ways`] puts an export that continues a session behind them.
-const ALL: [&dyn Kind; 4] = [&vhost_user::Kind, &nbd::Kind, &ublk::Kind, &xen::Kind];
+static ALL: &[&dyn Kind] = &[&vhost_user::Kind, &nbd::Kind, &ublk::Kind, &xen::Kind];
 
 /// State that the exports of all disks share.
 #[derive(Clone)]
@@ -48,6 +48,14 @@ pub struct Common {
 impl Common {
     pub fn new(nbd: Arc<Mutex<Servers>>, attached: bool) -> Self {
         Common { nbd, attached, handed: Arc::default(), bound: Arc::default() }
+    }
+
+    /// Returns a listening socket at `path`: one that a reload has bound already, or a new one.
+    fn listen(&self, path: &Path) -> Result<Listener, WayError> {
+        match self.bound.take(&Address::unix(path.into())) {
+            Some(listener) => Ok(listener),
+            None => Ok(Listener::bind(path)?),
+        }
     }
 }
 
@@ -121,6 +129,9 @@ trait Kind: Sync {
         false
     }
 
+    /// Removes what the keeper of sessions has for a disk.
+    fn forget(&self, _disk: &str) {}
+
     /// Drops an export that was handed over, and that no server continues. Returns whether it was
     /// kept for later servers.
     fn end_handed(&self, _disk: &str, _parcel: Parcel, _before: Before) -> bool {
@@ -149,7 +160,7 @@ pub struct Claim {
 }
 
 fn requested(args: &DiskArgs) -> impl Iterator<Item = &'static dyn Kind> {
-    ALL.into_iter().filter(|kind| kind.is_requested(args))
+    ALL.iter().copied().filter(|kind| kind.is_requested(args))
 }
 
 /// Returns the exports that a disk's options request, in the order in which they start. One that
@@ -157,12 +168,17 @@ fn requested(args: &DiskArgs) -> impl Iterator<Item = &'static dyn Kind> {
 /// must stay for a later attempt.
 pub fn ways(args: &DiskArgs, common: &Common) -> Vec<Arc<dyn Way>> {
     let disk = args.name();
-    let mut kinds = ALL;
+    let mut kinds = ALL.to_vec();
     kinds.sort_by_key(|kind| {
         let is_handed = |parcels| common.handed.has(&disk, parcels);
         kind.keeps_session() && kind.parcels().is_some_and(is_handed)
     });
     kinds.iter().filter_map(|kind| kind.way(args, common)).collect()
+}
+
+/// Removes what the keeper of sessions has for a disk.
+pub fn forget(disk: &str) {
+    ALL.iter().for_each(|kind| kind.forget(disk));
 }
 
 pub fn is_exported(args: &DiskArgs) -> bool {
@@ -171,12 +187,12 @@ pub fn is_exported(args: &DiskArgs) -> bool {
 
 /// Returns the options that request an export, for messages.
 pub fn options() -> String {
-    list(ALL.map(|kind| kind.option().to_string()))
+    list(ALL.iter().map(|kind| kind.option()))
 }
 
 /// Returns the keys of the configuration that request an export, for messages.
 pub fn keys() -> String {
-    list(ALL.map(|kind| key(kind).to_string()))
+    list(ALL.iter().map(|kind| key(*kind)))
 }
 
 /// Returns the key of the configuration that requests an export.
@@ -185,8 +201,9 @@ fn key(kind: &dyn Kind) -> &'static str {
     option.split(' ').next().unwrap_or(option)
 }
 
-fn list(words: [String; ALL.len()]) -> String {
-    let [first @ .., last] = &words;
+fn list(words: impl Iterator<Item = &'static str>) -> String {
+    let words: Vec<_> = words.collect();
+    let (last, first) = words.split_last().expect("there are exports");
     format!("{} or {last}", first.join(", "))
 }
 
@@ -240,7 +257,7 @@ pub fn devices(disks: &[DiskArgs], watches: bool) -> Vec<PathBuf> {
     let is_used = |kind: &&dyn Kind| {
         disks.iter().any(|disk| kind.is_requested(disk)) || (watches && kind.has_toolstacks())
     };
-    ALL.into_iter().filter(is_used).flat_map(Kind::devices).collect()
+    ALL.iter().copied().filter(is_used).flat_map(Kind::devices).collect()
 }
 
 /// Returns whether clients of the disk wait for the end of a hand-over.
@@ -251,14 +268,14 @@ pub fn is_handed_last(args: &DiskArgs) -> bool {
 /// Returns the option of an export that was handed over, if the disk lacks that option and must
 /// have it.
 pub fn missing(args: &DiskArgs, kind: &str) -> Option<&'static str> {
-    let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind))?;
+    let kind = ALL.iter().copied().find(|of| of.parcels() == Some(kind))?;
     (kind.must_continue() && !kind.is_requested(args)).then(|| kind.option())
 }
 
 /// Drops an export that another server has handed over, and that this one does not continue.
 /// Returns whether it was kept for later servers.
 fn end_handed(disk: &str, kind: &str, parcel: Parcel, before: Before) -> bool {
-    let kind = ALL.into_iter().find(|of| of.parcels() == Some(kind));
+    let kind = ALL.iter().copied().find(|of| of.parcels() == Some(kind));
     kind.is_some_and(|kind| kind.end_handed(disk, parcel, before))
 }
 

@@ -9,7 +9,6 @@ use blockyard_export::{Export, Listener, Reactors, keeper};
 use blockyard_ring::parcel::Parcel;
 use blockyard_yard::{Way, WayError};
 
-use super::bound::Address;
 use super::{Common, HandedExports, Listens, at, shape};
 use crate::inherited;
 use crate::options::disk::DiskArgs;
@@ -79,8 +78,12 @@ impl super::Kind for Kind {
         true
     }
 
-    fn end_handed(&self, disk: &str, parcel: Parcel, before: Before) -> bool {
+    fn forget(&self, disk: &str) {
         keeper::forget(&format!("{}:{disk}", vhost_user::KIND));
+    }
+
+    fn end_handed(&self, disk: &str, parcel: Parcel, before: Before) -> bool {
+        self.forget(disk);
         // Its listener removes the file of its socket.
         drop(HandedSocket::unpack(parcel, before));
         true
@@ -96,7 +99,7 @@ impl super::Kind for Kind {
             second_client: args.second_client,
         };
         let (shape, handed) = (shape(args), common.handed.clone());
-        let bound = common.bound.clone();
+        let listening = common.clone();
         let all_handed = handed.clone();
         let way = at(socket.clone(), args, move |disk, reactors| {
             if let Some((parcel, before)) = handed.take(disk.name(), vhost_user::KIND) {
@@ -118,10 +121,7 @@ impl super::Kind for Kind {
                 Some(text) => {
                     Listener::inherited(inherited::socket(text).map_err(WayError::caller)?)
                 }
-                None => match bound.take(&Address::unix(PathBuf::from(&socket))) {
-                    Some(listener) => listener,
-                    None => Listener::bind(socket.as_ref())?,
-                },
+                None => listening.listen(socket.as_ref())?,
             };
             let reactors = reactors.clone();
             Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors)?))

@@ -15,7 +15,7 @@ use anyhow::{Context, bail};
 use blockyard_control::events::What;
 use blockyard_control::types::{HandedOver, Upgraded};
 use blockyard_export::custody::{self, Custody};
-use blockyard_export::{keeper, vhost_user};
+use blockyard_export::keeper;
 use blockyard_ring::host;
 use blockyard_ring::sandbox;
 use blockyard_ring::text::clean;
@@ -228,7 +228,7 @@ impl<'a> HandOver<'a> {
                 tracing::error!(disk, "cannot end it: {e:#}");
                 // It may end after this server leaves. A server that starts after a death must not
                 // continue its session.
-                keeper::forget(&format!("{}:{disk}", vhost_user::KIND));
+                exports::forget(disk);
             }
         }
         others

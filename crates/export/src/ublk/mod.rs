@@ -36,7 +36,7 @@ use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
 use crate::custody;
-use crate::export::{Obstacle, STOP_TIME};
+use crate::export::{LongestHold, Obstacle, STOP_TIME};
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
 pub use error::{UblkError, is_too_old};
@@ -577,8 +577,10 @@ impl Export for Ublk {
         vec![Client::described(format!("{KERNEL}, as {}", self.path().display()))]
     }
 
-    fn longest_hold(&self) -> Option<Duration> {
-        self.is_unprivileged().then_some(MAX_HOLD)
+    fn longest_hold(&self) -> Option<LongestHold> {
+        let why = "it has a ublk device of a user without privileges, and the kernel kills the \
+                   server of such a device if a request takes 30 s";
+        self.is_unprivileged().then_some(LongestHold { time: MAX_HOLD, why })
     }
 
     fn device(&self) -> Option<PathBuf> {

@@ -497,10 +497,6 @@ impl<S: Storage, A: Ask> Storage for Mapped<S, A> {
         self.free(offset, len, Free::Zero { unmap, fast: true }).await
     }
 
-    async fn set_len(&self, _: u64) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
     async fn len(&self) -> io::Result<u64> {
         Ok(self.core.size())
     }

@@ -172,10 +172,6 @@ impl Storage for Passed {
         }
     }
 
-    async fn set_len(&self, _: u64) -> io::Result<()> {
-        Err(io::ErrorKind::Unsupported.into())
-    }
-
     async fn len(&self) -> io::Result<u64> {
         Ok(self.core.size())
     }
