@@ -2,7 +2,7 @@
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
@@ -274,34 +274,29 @@ fn the_command_prints_events_until_the_server_ends() {
     let print = |more: &[&str]| {
         let mut command = Command::new(BLOCKYARD);
         command.args(["ctl", "events", "--since", "0", "--api"]).arg(&socket).args(more);
-        let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-        let output = BufReader::new(child.stdout.take().unwrap());
-        (child, output.lines().map(Result::unwrap))
+        Daemon::start(&mut command)
     };
     let mut commands = [print(&[]), print(&["--json"])];
     server.good("POST", "/v1/disks", server.keys("a"));
-    let mut outputs = commands.each_mut().map(|(_, lines)| {
-        let mut seen: Vec<String> = Vec::new();
-        while !seen.last().is_some_and(|line| line.contains("disk-added")) {
-            seen.push(lines.next().unwrap());
-        }
-        seen
-    });
+    for command in &commands {
+        until("the command prints the event", SOON, || command.out().contains("disk-added"));
+    }
     let failed = blockyard(["ctl", "--api", socket.to_str().unwrap(), "events", "--since", "x"]);
     assert_eq!(failed.status.code(), Some(1));
     assert!(failed.err.contains("no id of an event"), "{}", failed.err);
     server.daemon.stop();
-    for ((child, lines), seen) in commands.iter_mut().zip(&mut outputs) {
-        seen.extend(lines);
-        assert!(child.wait().unwrap().success());
-    }
-    let [table, lines] = outputs;
+    let [table, lines] = commands.each_mut().map(|command| {
+        let status = command.ended(SOON);
+        assert!(status.success(), "{status}: {}", command.log());
+        command.out()
+    });
     let names: Vec<_> = lines
-        .iter()
+        .lines()
         .map(|line| serde_json::from_str::<Value>(line).unwrap()["event"].clone())
         .collect();
     assert_eq!(names, ["server-ready", "disk-added", "server-ending"]);
-    for (line, name) in table.iter().zip(names) {
+    assert_eq!(table.lines().count(), names.len(), "{table}");
+    for (line, name) in table.lines().zip(names) {
         assert!(line.contains(name.as_str().unwrap()), "{table:?}");
     }
 }

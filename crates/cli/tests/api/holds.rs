@@ -5,7 +5,7 @@ use std::path::Path;
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
 use serde_json::{Value, json};
 
-use crate::common::{SOON, blockyard, guests, until};
+use crate::common::{Daemon, SOON, blockyard, guests, until};
 use crate::events::follow;
 use crate::metrics::{scrape, value};
 use crate::server::Server;
@@ -176,15 +176,14 @@ fn a_disk_without_a_guest_shows_that_its_image_is_closed() {
 }
 
 /// Starts nbdsh, which connects, prints "connected", and ends when its connection ends.
-fn nbd_client(socket: &Path) -> std::process::Child {
+fn nbd_client(socket: &Path) -> Daemon {
     let script = format!(
         "h.connect_unix({:?})\nprint('connected', flush=True)\n\
          while h.aio_is_ready(): h.poll(-1)\n",
         socket.to_str().unwrap()
     );
     let mut command = std::process::Command::new(guests().join("tool"));
-    command.args(["nbdsh", "-c", &script]).stdout(std::process::Stdio::piped());
-    command.spawn().unwrap()
+    Daemon::start(command.args(["nbdsh", "-c", &script]))
 }
 
 #[test]
@@ -219,7 +218,7 @@ fn clients_are_disconnected_one_by_one_or_all() {
     assert_eq!(disconnect(json!({})).as_array().unwrap().len(), 2);
     assert_eq!(clients(), [] as [Value; 0]);
     drop(session);
-    child.wait().unwrap();
+    child.ended(SOON);
     server.good("DELETE", "/v1/disks/a", Value::Null);
     let log = server.daemon.stop();
     assert!(log.contains("disconnect by process"), "{log}");

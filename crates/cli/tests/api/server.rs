@@ -68,6 +68,7 @@ impl Server {
     pub fn connect(&self) -> UnixStream {
         let stream = UnixStream::connect(self.socket()).unwrap();
         stream.set_read_timeout(Some(SOON)).unwrap();
+        stream.set_write_timeout(Some(SOON)).unwrap();
         stream
     }
 

@@ -4,7 +4,7 @@ use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Arc, Condvar, Mutex};
 
 use serde_json::json;
@@ -166,7 +166,7 @@ fn the_command_waits_by_events_and_resumes_their_stream() {
     blockyard(begin).good();
     let mut command = Command::new(BLOCKYARD);
     command.args(["ctl", "--json", "--api"]).arg(&between.socket).args(["wait", "1"]);
-    let child = command.stdout(Stdio::piped()).spawn().unwrap();
+    let mut child = Daemon::start(&mut command);
     until("the command has asked for the job", SOON, || between.calls().len() == 2);
     assert_eq!(between.calls(), ["GET /v1/events", "GET /v1/jobs/1"]);
     server.good("POST", "/v1/disks", server.keys("b"));
@@ -179,9 +179,9 @@ fn the_command_waits_by_events_and_resumes_their_stream() {
     assert!(calls[2].starts_with("GET /v1/events?since="), "{calls:?}");
     assert_eq!(calls[3], "GET /v1/jobs/1");
     slow.way.set(false);
-    let ended = child.wait_with_output().unwrap();
-    assert!(ended.status.success(), "{ended:?}");
-    let job: serde_json::Value = serde_json::from_slice(&ended.stdout).unwrap();
+    let status = child.ended(SOON);
+    assert!(status.success(), "{status}: {}", child.log());
+    let job: serde_json::Value = serde_json::from_str(&child.out()).unwrap();
     assert_eq!((&job["number"], &job["state"]), (&json!(1), &json!("done")));
     assert_eq!(between.calls().len(), 4, "events told the end");
 }
@@ -197,7 +197,7 @@ fn commands_without_a_free_stream_wait_too() {
     let wait = |_| {
         let mut command = Command::new(BLOCKYARD);
         command.args(["ctl", "--api"]).arg(&api).args(["wait", "1"]);
-        command.stdout(Stdio::null()).spawn().unwrap()
+        Daemon::start(&mut command)
     };
     let children: Vec<_> = (0..17).map(wait).collect();
     until("all streams are in use", SOON, || {
@@ -205,7 +205,8 @@ fn commands_without_a_free_stream_wait_too() {
     });
     slow.way.set(false);
     for mut child in children {
-        assert!(child.wait().unwrap().success());
+        let status = child.ended(SOON);
+        assert!(status.success(), "{status}: {}", child.log());
     }
 }
 

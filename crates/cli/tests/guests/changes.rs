@@ -49,6 +49,7 @@ total=$(kilobytes MemTotal)
 (
     n=0
     while [[ ! -e /tmp/stop ]]; do
+        echo >>/tmp/begun
         load --name=under --filename=/dev/vda --offset=${BIG}M --size=3M --rw=randwrite --bs=4k --randseed=$((n += 1))
     done
     echo "rounds $n"
@@ -64,7 +65,12 @@ sum=$(dd if=/dev/vda bs=${BIG}M count=1 iflag=direct status=none | md5sum)
 echo "large $sum"
 tell unplug
 until_total "<= $total"
-sleep 0.2
+# A whole round without the memory.
+mapfile -t before </tmp/begun
+until mapfile -t now </tmp/begun && ((${#now[@]} > ${#before[@]})); do
+    kill -0 $load
+    nap 0.02
+done
 touch /tmp/stop
 wait $load
 "#;

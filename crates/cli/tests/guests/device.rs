@@ -19,22 +19,17 @@ driver=/sys/bus/virtio/drivers/virtio_blk
 for n in 0 1 2 3; do
     # It must fail in the end.
     fio --eta=never --output=/dev/null --name=victim --filename=/dev/vdc --offset=16M --size=16M --ioengine=libaio --direct=1 \
-        --iodepth=32 --rw=randrw --bs=16k --time_based --runtime=60 2>/dev/null &
+        --iodepth=32 --rw=randrw --bs=16k --time_based --runtime=1000 2>/dev/null &
     fio=$!
-    for ((i = 0; i < 500; i++)); do
-        read -r reads writes </sys/block/vdc/inflight
-        ((reads + writes == 0)) || break
+    until read -r reads writes </sys/block/vdc/inflight && ((reads + writes)); do
+        kill -0 $fio
         nap 0.02
     done
-    sleep 0.2
     echo "$device" >$driver/unbind
     wait $fio && echo "the victim saw nothing" && exit 1
     [[ ! -e /sys/block/vdc ]]
     echo "$device" >$driver/bind
-    for ((i = 0; i < 500; i++)); do
-        [[ -b /dev/vdc ]] && break
-        nap 0.02
-    done
+    until [[ -b /dev/vdc ]]; do nap 0.02; done
     load --name=check --filename=/dev/vdc --rw=randwrite --bs=4k --size=512k --randseed=$n
     [[ $n == [12] ]] || tell "bound $n"
 done
@@ -50,10 +45,7 @@ for n in 0 1 2; do
     echo "$device" >$driver/unbind
     [[ ! -e /sys/block/vda ]]
     echo "$device" >$driver/bind
-    for ((i = 0; i < 500; i++)); do
-        [[ -b /dev/vda ]] && break
-        nap 0.02
-    done
+    until [[ -b /dev/vda ]]; do nap 0.02; done
     dd if=/dev/vda bs=4k skip=$((n * 8)) count=8 iflag=direct status=none | cmp - /tmp/data
 done
 "#;
@@ -77,9 +69,10 @@ fi
 written --rw=write --do_verify=0
 echo second >/tmp/mark
 dd if=/tmp/mark of=/dev/vda bs=512 conv=sync,fsync,notrunc status=none
-load --name=more --filename=/dev/vda --offset=8M --rw=randrw --bs=4k --size=8M --time_based --runtime=60 &
-tell first
-sleep 60
+load --name=more --filename=/dev/vda --offset=8M --rw=randrw --bs=4k --size=8M --time_based --runtime=900 &
+echo loaded
+# The host resets the machine.
+wait $!
 "#;
 
 /// One queue, because a second processor makes both boots take twice as long. The driver is unbound
@@ -90,7 +83,7 @@ fn the_machine_can_be_reset_under_load() {
     let monitor = fixture.folder.join("qmp");
     let options = ["--qmp", monitor.to_str().unwrap()];
     let mut guest = fixture.boot(GuestKind::Qemu, "", &options, RESET, Duration::from_secs(600));
-    guest.expect("tell first");
+    guest.expect("loaded");
     fixture.until_served("write");
     let before = Footprint::of(fixture.daemon());
     let mut qmp = Qmp::connect(&monitor);

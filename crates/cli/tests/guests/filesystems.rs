@@ -2,13 +2,10 @@
 
 use std::path::Path;
 use std::process::Command;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, Guest, GuestKind, allocated, md5, tool};
-use crate::fixture::{GuestFixture, Statistics, md5_of_first, script_with_prelude};
+use crate::fixture::{GuestFixture, Statistics, go_on, md5_of_first, script_with_prelude};
 
 const MIB: u64 = 1 << 20;
 /// Sizes in bytes of the ext4 disk and of the XFS disk. mkfs.xfs needs the larger size.
@@ -33,8 +30,7 @@ exercise() { # FILE-SYSTEM DISK
     rm /mnt/*.0
     head -c 16M /dev/zero | tr '\0' x >/mnt/big
     sync
-    # Long enough for a busy host to sample the size.
-    sleep 1
+    tell "$1 big"
     rm /mnt/big
     # XFS frees a file's blocks in the background, some time after rm and sync: umount waits for it.
     umount /mnt
@@ -69,14 +65,21 @@ fn file_systems(kind: GuestKind) {
     let [ext4, xfs] = [0, 1].map(|i| folder.image(&format!("{}.img", names[i]), DISKS[i]));
     let sockets = names.map(|n| folder.join(format!("{n}.sock")));
     let mut daemon = daemon_of_two(&folder, [&ext4, &xfs], [&sockets[0], &sockets[1]]);
-    let peaks = [&ext4, &xfs].map(|image| Peak::watch(image));
 
     let disks = sockets.iter().flat_map(|s| Guest::vhost(s, ""));
-    let guest = Guest::start(kind, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
+    let mut guest =
+        Guest::start(kind, disks, &script_with_prelude(SCRIPT), Duration::from_secs(150));
+    // Sizes of the images while the guest has its large file.
+    let sizes = [("ext4", &ext4), ("xfs", &xfs)].map(|(name, image)| {
+        guest.expect(&format!("tell {name} big"));
+        let size = allocated(image);
+        go_on(&ext4, &daemon);
+        size
+    });
     let output = guest.finish();
     let known: String = (1..=50000).map(|n| format!("{n}\n")).collect();
 
-    for (name, image, peak) in [("ext4", &ext4, &peaks[0]), ("xfs", &xfs, &peaks[1])] {
+    for (name, image, most) in [("ext4", &ext4, sizes[0]), ("xfs", &xfs, sizes[1])] {
         let line = output
             .lines()
             .find_map(|l| l.strip_prefix(name))
@@ -89,8 +92,8 @@ fn file_systems(kind: GuestKind) {
             let part = std::fs::read(part).unwrap();
             assert!(holds(&part, known.as_bytes()), "{name}: the file is in another part");
         }
-        let (most, now) = (peak.most(), allocated(image));
-        // The guest writes the last file after the peak, and the file system more of its journal.
+        let now = allocated(image);
+        // The guest writes another file later, and the file system more of its journal.
         assert!(
             most >= BIG && now + BIG * 4 / 5 <= most,
             "{name}: fstrim gave too little back: {most} to {now} bytes"
@@ -129,39 +132,6 @@ fn daemon_of_two(folder: &Folder, images: [&Path; 2], sockets: [&Path; 2]) -> Da
         Daemon::start(Command::new(BLOCKYARD).arg("serve").arg("--config").arg(config));
     daemon.wait_ready();
     daemon
-}
-
-/// Samples the space that an image takes on the host's disk, and keeps the maximum.
-struct Peak {
-    most: Arc<AtomicU64>,
-    stop: Arc<AtomicBool>,
-    thread: Option<JoinHandle<()>>,
-}
-
-impl Peak {
-    fn watch(image: &Path) -> Self {
-        let (most, stop, image) =
-            (Arc::<AtomicU64>::default(), Arc::<AtomicBool>::default(), image.to_path_buf());
-        let shared = (most.clone(), stop.clone());
-        let thread = std::thread::spawn(move || {
-            while !shared.1.load(Ordering::Relaxed) {
-                shared.0.fetch_max(allocated(&image), Ordering::Relaxed);
-                std::thread::sleep(Duration::from_millis(10));
-            }
-        });
-        Peak { most, stop, thread: Some(thread) }
-    }
-
-    fn most(&self) -> u64 {
-        self.most.load(Ordering::Relaxed)
-    }
-}
-
-impl Drop for Peak {
-    fn drop(&mut self) {
-        self.stop.store(true, Ordering::Relaxed);
-        let _ = self.thread.take().map(JoinHandle::join);
-    }
 }
 
 /// The front end sends kicks and the server sends calls by vhost-user messages, as User Mode Linux

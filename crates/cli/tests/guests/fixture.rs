@@ -1,11 +1,14 @@
 //! A disk, its daemon, and a guest that uses it.
 
 use std::fs::File;
-use std::io::Read;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, Signal, md5};
+use serde_json::Value;
+
+use crate::common::{Daemon, Folder, Guest, GuestKind, NAP, SOON, Signal, TOOL, md5, until};
 
 /// Shell functions for the scripts.
 const PRELUDE: &str = r#"
@@ -45,7 +48,19 @@ impl GuestFixture {
     /// Starts a daemon with an empty image of `bytes` bytes.
     #[track_caller]
     pub fn new(bytes: u64, options: &[&str]) -> Self {
+        Self::new_in(Folder::new(), bytes, options)
+    }
+
+    /// Like `new`, and the daemon has an API.
+    #[track_caller]
+    pub fn with_api(bytes: u64, options: &[&str]) -> Self {
         let folder = Folder::new();
+        let api = folder.join("api");
+        Self::new_in(folder, bytes, &[&["--api", api.to_str().unwrap()], options].concat())
+    }
+
+    #[track_caller]
+    fn new_in(folder: Folder, bytes: u64, options: &[&str]) -> Self {
         let (image, socket) = (folder.image("disk.img", bytes), folder.join("disk.sock"));
         let daemon = Daemon::serve(&image, &socket, options);
         let options = options.iter().map(|o| o.to_string()).collect();
@@ -72,10 +87,14 @@ impl GuestFixture {
 
     /// Lets a guest continue that waits in `tell`.
     #[track_caller]
-    pub fn go_on(&mut self) {
-        let file = std::fs::OpenOptions::new().write(true).open(&self.image).unwrap();
-        file.set_len(file.metadata().unwrap().len() + STEP).unwrap();
-        self.daemon().signal(Signal::HUP);
+    pub fn go_on(&self) {
+        go_on(&self.image, self.daemon.as_ref().expect("the daemon runs"));
+    }
+
+    /// Drains the disk, and waits until the drain holds a request. The daemon must have an API.
+    #[track_caller]
+    pub fn hold_a_request(&self) {
+        hold_a_request(&self.folder.join("api"), "disk.img");
     }
 
     /// Kills the daemon and starts it again.
@@ -97,6 +116,45 @@ impl GuestFixture {
     pub fn until_served(&mut self, kind: &str) {
         self.daemon().until_served(kind, "");
     }
+}
+
+/// Lets a guest continue that waits in `tell`. `image`: that of its first disk.
+#[track_caller]
+pub fn go_on(image: &Path, daemon: &Daemon) {
+    let file = File::options().write(true).open(image).unwrap();
+    file.set_len(file.metadata().unwrap().len() + STEP).unwrap();
+    daemon.signal(Signal::HUP);
+}
+
+/// Makes a call of an API, which must succeed. Returns its answer.
+#[track_caller]
+pub fn ask(api: &Path, call: &str, body: &str) -> Value {
+    let mut stream = UnixStream::connect(api).unwrap();
+    stream.set_read_timeout(Some(SOON)).unwrap();
+    let about = "host: x\r\nconnection: close\r\ncontent-type: application/json";
+    let len = body.len();
+    let request = format!("{call} HTTP/1.1\r\n{about}\r\ncontent-length: {len}\r\n\r\n{body}");
+    stream.write_all(request.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer:?}"));
+    assert!(head.starts_with("HTTP/1.1 200 "), "{call}: {answer}");
+    serde_json::from_str(body).unwrap()
+}
+
+/// Returns the figures of a server's first disk.
+#[track_caller]
+pub fn figures(api: &Path) -> Value {
+    ask(api, "GET /v1/figures", "")["disks"][0].clone()
+}
+
+/// Drains the server's first disk, which has this name. Waits until the drain holds a request. A
+/// drained disk holds each request that comes, and the drain ends with the server. So a kill of the
+/// server finds a request in flight, at whatever point of its load the guest is.
+#[track_caller]
+pub fn hold_a_request(api: &Path, disk: &str) {
+    ask(api, &format!("POST /v1/disks/{disk}/drain"), r#"{"seconds":600}"#);
+    until("a request is held", TOOL, || figures(api)["in_flight"].as_u64() > Some(0));
 }
 
 /// Returns the MD5 sum of the first `bytes` of a file, which it copies to `part`.

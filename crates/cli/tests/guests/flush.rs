@@ -153,7 +153,7 @@ impl Drop for Trace {
     fn drop(&mut self) {
         let _ = std::fs::write(self.instance.join("events/enable"), "0");
         let _ = std::fs::remove_dir(&self.instance);
-        let _ = Command::new("umount").arg(&self.mounted).status();
+        run(Command::new("umount").arg(&self.mounted), TOOL);
         let _ = std::fs::remove_dir(&self.mounted);
     }
 }

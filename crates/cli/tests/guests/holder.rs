@@ -1,17 +1,12 @@
 //! kill -9 and upgrades of the server under a guest that cannot connect again: User Mode Linux.
 
-use std::io::{Read, Write};
-use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
-
-use serde_json::Value;
 
 use crate::common::{
     BLOCKYARD, Daemon, Folder, Guest, GuestKind, Signal, StateFolder, TOOL, blockyard, until,
 };
-use crate::fixture::script_with_prelude;
+use crate::fixture::{figures, hold_a_request, script_with_prelude};
 
 const KILLS: usize = 50;
 /// Number of kills after which an upgrade comes.
@@ -34,30 +29,7 @@ mkfs.ext4 -q /dev/vda
 e2fsck -fn /dev/vda
 "#;
 
-/// Makes a call of the API, which must succeed. Returns its answer.
-#[track_caller]
-fn ask(api: &Path, call: &str, body: &str) -> Value {
-    let mut stream = UnixStream::connect(api).unwrap();
-    let about = "host: x\r\nconnection: close\r\ncontent-type: application/json";
-    let len = body.len();
-    let request = format!("{call} HTTP/1.1\r\n{about}\r\ncontent-length: {len}\r\n\r\n{body}");
-    stream.write_all(request.as_bytes()).unwrap();
-    let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
-    let (head, body) = answer.split_once("\r\n\r\n").unwrap_or_else(|| panic!("{answer:?}"));
-    assert!(head.starts_with("HTTP/1.1 200 "), "{call}: {answer}");
-    serde_json::from_str(body).unwrap()
-}
-
-/// Returns the figures of the disk.
-#[track_caller]
-fn figures(api: &Path) -> Value {
-    ask(api, "GET /v1/figures", "")["disks"][0].clone()
-}
-
-/// A drained server holds each request that comes. So a kill after one has come finds it in flight,
-/// at whatever point of its load the guest is. The drain ends with the server. The disk is a COW
-/// file, whose changed metadata are in the journal.
+/// The disk is a COW file. Its changed metadata are in the journal.
 #[test]
 fn a_guest_that_cannot_connect_again_survives_kills_and_upgrades_of_the_server() {
     let folder = Folder::new();
@@ -99,8 +71,7 @@ fn a_guest_that_cannot_connect_again_survives_kills_and_upgrades_of_the_server()
         if n % UPGRADE_EACH == 0 {
             holder.upgrade_kept(|| ctl(&["upgrade"]));
         }
-        ask(&api, "POST /v1/disks/disk.cow/drain", r#"{"seconds":60}"#);
-        until("a request is held", TOOL, || figures(&api)["in_flight"].as_u64() > Some(0));
+        hold_a_request(&api, "disk.cow");
         holder.kill_kept();
     }
     std::fs::File::options().write(true).open(&flag).unwrap().set_len(2 << 20).unwrap();

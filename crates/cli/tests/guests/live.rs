@@ -16,9 +16,6 @@ const ROUNDS: u64 = 4;
 const STEP: u64 = 4 << 20;
 /// Limit for the guest, and for a write of it.
 const LIMIT: Duration = Duration::from_secs(180);
-/// Maximum time for which a quiesce may hold requests. On an idle machine it takes a thousandth of
-/// that.
-const LONGEST: Duration = Duration::from_secs(60);
 
 const SCRIPT: &str = r#"
     mkfs.ext4 -q /dev/vda
@@ -85,9 +82,8 @@ fn exchange(kind: GuestKind) {
         }
     }
     let output = guest.finish();
-    let longest = server.disk.longest_held_back();
-    assert!(longest < LONGEST, "requests were held back for {longest:?}");
-    println!("requests were held back for {longest:?} at most");
+    // perf/exchange.rs judges this time.
+    println!("requests were held back for {:?} at most", server.disk.longest_held_back());
     server.end();
 
     let sum = output

@@ -1,9 +1,12 @@
 //! The guests' tools: what the runner leaves behind when it is stopped at a bad moment, and which
 //! modules QEMU loads.
 
+use std::fs::File;
+use std::io::Write;
 use std::os::unix::process::CommandExt;
 use std::process::Command;
 
+use rustix::fs::{CWD, FileType, Mode, mknodat};
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::common::{Daemon, Folder, TOOL, guests, run, until};
@@ -17,9 +20,17 @@ fn a_runner_that_is_stopped_during_cleanup_completes_it() {
         (folder.join("bin"), folder.join("t"), folder.join("script"), folder.join("removing"));
     [&bin, &temporary].iter().for_each(|folder| std::fs::create_dir(folder).unwrap());
     std::fs::write(&script, "true\n").unwrap();
-    // An `rm` that is slow, and signals when it starts.
-    let slow = format!("#!/bin/sh\n: >'{}'\nsleep 1\nexec /bin/rm \"$@\"\n", removing.display());
-    folder.script("bin/rm", &slow);
+    // An `rm` that signals when it starts, and waits for a line.
+    let path = folder.join("go");
+    mknodat(CWD, &path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
+    // Also open for reading, because opening a FIFO without a reader blocks.
+    let mut go = File::options().read(true).write(true).open(&path).unwrap();
+    let rm = format!(
+        "#!/bin/sh\n: >'{}'\nread -r line <'{}'\nexec /bin/rm \"$@\"\n",
+        removing.display(),
+        path.display()
+    );
+    folder.script("bin/rm", &rm);
 
     let mut command = Command::new(guests().join("uml"));
     command.args(["--timeout", "60"]).arg(&script).env("TMPDIR", &temporary).process_group(0);
@@ -27,6 +38,9 @@ fn a_runner_that_is_stopped_during_cleanup_completes_it() {
     let mut runner = Daemon::start(&mut command);
     until("the guest has ended", TOOL, || removing.exists());
     kill_process_group(Pid::from_raw(runner.pid() as i32).unwrap(), Signal::TERM).unwrap();
+    runner.until_signals_are_taken();
+    // The runner may start it again.
+    go.write_all(&[b'\n'; 100]).unwrap();
     runner.ended(TOOL);
     let left: Vec<_> =
         std::fs::read_dir(&temporary).unwrap().map(|e| e.unwrap().file_name()).collect();

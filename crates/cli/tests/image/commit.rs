@@ -1,11 +1,9 @@
 //! commit: writes the data of an overlay into its backing file. QEMU reads both afterwards.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
+use std::process::Command;
 
-use rustix::process::{Pid, Signal, kill_process};
-
-use crate::common::{BLOCKYARD, SOON, allocated, until};
+use crate::common::{BLOCKYARD, Daemon, SOON, Signal, TOOL, allocated, until};
 use crate::fixture::{Images, MIB, SIZE, image, json, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
 
@@ -148,21 +146,17 @@ fn a_commit_locks_its_images() {
     let top = images.chain("");
     let (middle, expected) = (images.path("middle.qcow2"), copy(&images, &top));
     image(&["resize", "-q", text(&middle), "24M"]);
-    let child = Command::new(BLOCKYARD)
-        .args(["image", "commit", "-p", "-r", "2M", text(&top)])
-        .stdout(Stdio::piped())
-        .spawn()
-        .unwrap();
-    let holder = format!("blockyard (pid {})", child.id());
+    let mut command = Command::new(BLOCKYARD);
+    let mut commit = Daemon::start(command.args(["image", "commit", "-p", "-r", "2M", text(&top)]));
+    let holder = format!("blockyard (pid {})", commit.pid());
     until("the commit holds its images", SOON, || {
         let done = crate::fixture::image_any(&["snapshot", "-l", text(&top)]);
         !done.status.success() && done.err.contains(&holder)
     });
     // It waits meanwhile, however long the commands take. A continuation of all processes would end
     // the stop, so each command has its own one.
-    let commit = Pid::from_child(&child);
     let refused_meanwhile = |command: &[&str], says: &[&str]| {
-        kill_process(commit, Signal::STOP).unwrap();
+        commit.signal(Signal::STOP);
         refused(command, 1, says);
     };
     for path in [&top, &middle] {
@@ -175,10 +169,10 @@ fn a_commit_locks_its_images() {
         }
     }
     refused_meanwhile(&["rebase", "-u", "-b", "", text(&top)], &["top.qcow2", &holder]);
-    kill_process(commit, Signal::CONT).unwrap();
-    let done = child.wait_with_output().unwrap();
-    let out = String::from_utf8(done.stdout).unwrap();
-    assert!(done.status.success() && out.contains("(100.00/100%)"), "{out}");
+    commit.signal(Signal::CONT);
+    let status = commit.ended(TOOL);
+    let out = commit.out();
+    assert!(status.success() && out.contains("(100.00/100%)"), "{status}: {out}{}", commit.log());
     sound_and_same((&middle, "qcow2"), (&expected, "raw"));
     sound_and_same((&top, "qcow2"), (&expected, "raw"));
 }

@@ -1,8 +1,9 @@
 //! Errors: one line with the file and the reason, and an exit status.
 
 use std::os::unix::process::ExitStatusExt;
+use std::process::Command;
 
-use crate::common::{Signal, blockyard};
+use crate::common::{BLOCKYARD, Daemon, SOON, Signal, TOOL, blockyard, until};
 use crate::fixture::{Images, MIB, image, image_any, qemu_img, sound_and_same, text};
 
 /// Runs `blockyard image ARGS`, which must fail with `status` and one line that has all of `parts`.
@@ -148,22 +149,20 @@ fn a_signal_that_the_caller_ignores_does_not_end_a_conversion() {
     let images = Images::new();
     let source = images.0.image("a.raw", 256 << 20);
     let target = images.path("b.raw");
-    let mut child = std::process::Command::new("sh")
-        .args(["-c", "trap '' HUP INT; exec \"$0\" image convert -S 0 \"$1\" \"$2\""])
-        .args([crate::common::BLOCKYARD, text(&source), text(&target)])
-        .spawn()
-        .unwrap();
-    let process = rustix::process::Pid::from_child(&child);
+    let mut command = Command::new("sh");
+    command.args(["-c", "trap '' HUP INT; exec \"$0\" image convert -S 0 \"$1\" \"$2\""]);
+    let mut child = Daemon::start(command.args([BLOCKYARD, text(&source), text(&target)]));
     let is_begun = || {
-        let fds = std::fs::read_dir(format!("/proc/{}/fd", child.id())).unwrap();
+        let fds = std::fs::read_dir(format!("/proc/{}/fd", child.pid())).unwrap();
         fds.filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
             .any(|link| link.parent() == Some(&*images.0) && link != source)
     };
-    crate::common::until("a file is being made", crate::common::SOON, is_begun);
+    until("a file is being made", SOON, is_begun);
     for signal in [Signal::HUP, Signal::INT] {
-        rustix::process::kill_process(process, signal).unwrap();
+        child.signal(signal);
     }
-    assert!(child.wait().unwrap().success());
+    let status = child.ended(TOOL);
+    assert!(status.success(), "{status}: {}", child.log());
     assert_eq!(std::fs::metadata(&target).unwrap().len(), 256 << 20);
 }
 
@@ -173,13 +172,11 @@ fn an_interrupted_or_killed_conversion_leaves_nothing() {
     let source = images.0.image("a.raw", 2 << 30);
     let target = images.path("b.raw");
     for signal in [Signal::TERM, Signal::KILL] {
-        let mut child = std::process::Command::new(crate::common::BLOCKYARD)
-            .args(["image", "convert", "-S", "0", "-t", "none", text(&source), text(&target)])
-            .stderr(std::process::Stdio::null())
-            .spawn()
-            .unwrap();
+        let mut command = Command::new(BLOCKYARD);
+        command.args(["image", "convert", "-S", "0", "-t", "none", text(&source), text(&target)]);
+        let mut child = Daemon::start(&mut command);
         // A file without a name appears as "FOLDER/#INODE (deleted)".
-        let descriptors = format!("/proc/{}/fd", child.id());
+        let descriptors = format!("/proc/{}/fd", child.pid());
         let is_new = |link: &std::path::Path| {
             link.parent() == Some(&*images.0)
                 && link.file_name().unwrap().to_string_lossy().starts_with('#')
@@ -189,11 +186,9 @@ fn an_interrupted_or_killed_conversion_leaves_nothing() {
                 .unwrap()
                 .filter_map(|fd| std::fs::read_link(fd.unwrap().path()).ok())
         };
-        crate::common::until("a file is being made", crate::common::SOON, || {
-            links().any(|link| is_new(&link))
-        });
-        rustix::process::kill_process(rustix::process::Pid::from_child(&child), signal).unwrap();
-        assert_eq!(child.wait().unwrap().signal(), Some(signal.as_raw()));
+        until("a file is being made", SOON, || links().any(|link| is_new(&link)));
+        child.signal(signal);
+        assert_eq!(child.ended(TOOL).signal(), Some(signal.as_raw()));
         assert_eq!(std::fs::read_dir(&*images.0).unwrap().count(), 1);
     }
 }

@@ -4,9 +4,11 @@
 use std::collections::BTreeMap;
 use std::os::unix::fs::MetadataExt;
 use std::path::Path;
+use std::process::Command;
 
 use blockyard_image::tools::open_file;
 
+use crate::common::{Daemon, SOON};
 use crate::fixture::{Images, MIB, image, qemu_img, qemu_io, sound_and_same, text};
 use crate::mistakes::refused;
 
@@ -214,9 +216,9 @@ fn a_new_file_has_the_attributes_of_the_file_that_it_replaces() {
 #[test]
 fn files_of_a_killed_command_are_removed() {
     let images = Images::new();
-    let mut child = std::process::Command::new("true").spawn().unwrap();
-    let gone = child.id();
-    child.wait().unwrap();
+    let mut child = Daemon::start(&mut Command::new("true"));
+    let gone = child.pid();
+    child.ended(SOON);
     let part = |name: &str, process| images.0.image(&format!(".{name}.{process}.part"), MIB);
     let left = part("b.raw", gone);
     // The command keeps a file for another name, one of a running process, and one that an unknown

@@ -72,6 +72,6 @@ fn workers_make_few_writes_of_a_ublk_disk() {
     let [by_workers] = numbers(&on_kernel("7", 2, WORKERS), "by workers: ");
     // Workers make a write if the tick ends between the update and the write.
     let what = "part of 300 writes of a ublk disk by io_uring's workers";
-    figures.row(what, by_workers / 300.0, 0.0..0.901);
+    figures.row(what, by_workers / 300.0, 0.0..0.3);
     figures.judge();
 }

@@ -6,14 +6,14 @@ const OPEN: &str = r#"
 truncate -s 64M a.img
 serve a.img --ublk=0
 # A program reads the device.
-sleep 100 </dev/ublkb0 &
+sleep infinity </dev/ublkb0 &
 reader=$!
 until [[ /proc/$reader/fd/0 -ef /dev/ublkb0 ]]; do nap 0.02; done
 fails 1 "is in use by process $reader (sleep): unmount it first" -- blockyard detach /dev/ublkb0
 kill $reader
 # A program uses another device node, and a program has a partition open.
 mknod /tmp/node b $(stat -c '0x%t 0x%T' /dev/ublkb0)
-sleep 100 <>/tmp/node &
+sleep infinity <>/tmp/node &
 reader=$!
 until [[ /proc/$reader/fd/0 -ef /tmp/node ]]; do nap 0.02; done
 fails 1 'is in use by process' -- blockyard detach /dev/ublkb0
@@ -25,7 +25,7 @@ printf "$entry" | dd of=/dev/ublkb0 bs=1 seek=446 conv=notrunc status=none
 printf "\x55\xaa" | dd of=/dev/ublkb0 bs=1 seek=510 conv=notrunc status=none
 blockdev --rereadpt /dev/ublkb0
 until [[ -b /dev/ublkb0p1 ]]; do nap 0.02; done
-sleep 100 </dev/ublkb0p1 &
+sleep infinity </dev/ublkb0p1 &
 reader=$!
 until [[ /proc/$reader/fd/0 -ef /dev/ublkb0p1 ]]; do nap 0.02; done
 fails 1 'is in use by process' -- blockyard detach /dev/ublkb0
@@ -42,7 +42,7 @@ swapon /dev/ublkb0p1
 fails 1 'is in use: unmount it first' -- blockyard detach /dev/ublkb0
 swapoff /dev/ublkb0p1
 mkfs.ext4 -q /dev/ublkb0p1
-unshare --mount --propagation private bash -c 'mount /dev/ublkb0p1 /mnt && echo >/tmp/mounted && exec sleep 100' &
+unshare --mount --propagation private bash -c 'mount /dev/ublkb0p1 /mnt && echo >/tmp/mounted && exec sleep infinity' &
 other=$!
 until [[ -s /tmp/mounted ]]; do nap 0.02; done
 fails 1 'is in use' -- blockyard detach /dev/ublkb0

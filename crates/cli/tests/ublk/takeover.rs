@@ -160,7 +160,7 @@ blockyard detach /dev/ublkb5
 # The number of a removed device that a program still has open: the server waits and names the
 # program.
 blockyard attach a.img --ublk=5 >/dev/null
-sleep 100 5</dev/ublkb5 &
+sleep infinity 5</dev/ublkb5 &
 sleeper=$!
 blockyard detach --force /dev/ublkb5
 fails 1 '/dev/ublkb5 was removed and is still open' "process $sleeper (sleep)" -- blockyard attach a.img --ublk=5

@@ -15,14 +15,18 @@ serve a.img --ublk=0
 echo hist:keys=opcode >$handed/trigger
 # One write at a time, each in its own timer tick: the kernel would refuse all of them.
 fio --eta=never --output=/tmp/fio.log --name=a --filename=/dev/ublkb0 --ioengine=libaio --direct=1 --iodepth=1 \
-    --rw=randwrite --bs=4k --size=32M --number_ios=300 --rate_iops=100
+    --rw=randwrite --bs=4k --size=32M --number_ios=100 --rate_iops=100
 by_workers=$(sed -n 's/^ *Hits: //p' $handed/hist)
 echo '!hist:keys=opcode' >$handed/trigger
 stop
 requests=$(figure requests)
 # Without the server's own updates of the modification time, workers would make all writes. They make
-# some where the guest is so slow that a tick ends between the update and the write.
-((requests >= 300 && by_workers <= 270)) || { echo "$requests requests, workers made $by_workers" && exit 1; }
+# some where the guest is so slow that a tick ends between the update and the write. perf/ublk.rs
+# judges how many.
+((requests >= 100 && by_workers < 100)) || {
+    echo "$requests requests, workers made $by_workers" && exit 1
+}
+grep -q 'updated [1-9][0-9]* modification times' /tmp/log || { cat /tmp/log && exit 1; }
 # The file has the usual modification time of a write.
 (($(stat -c %Y a.img) >= began)) || { stat a.img && exit 1; }
 "#;
