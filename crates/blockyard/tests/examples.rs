@@ -1,6 +1,6 @@
 //! The examples, served to a guest.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::os::unix::fs::{FileExt, symlink};
 use std::path::Path;
 use std::process::{Child, Command, Stdio};
@@ -36,7 +36,7 @@ mod mirror;
 #[allow(dead_code)]
 mod stripe;
 
-use common::{Guest, Loop, Scratch};
+use common::{Guest, Loop, Scratch, find_line, lines, wait};
 
 const MIB: usize = 1 << 20;
 /// Bytes of a slot in the log of `cached`.
@@ -325,7 +325,7 @@ fn guide(fence: &str) -> String {
 
 /// Runs a command. Returns its output.
 fn output(command: &mut Command) -> String {
-    let output = command.output().unwrap();
+    let output = common::output(command);
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{command:?}: {error}");
     String::from_utf8(output.stdout).unwrap()
@@ -362,15 +362,15 @@ impl Guide {
         command.args(["--exact", test, "--nocapture"]).env(IS_GUIDE, "1");
         command.current_dir(scratch.path("")).stdin(Stdio::piped()).stdout(Stdio::piped());
         let mut guide = Guide(command.spawn().unwrap());
-        let lines = BufReader::new(guide.0.stdout.take().unwrap()).lines();
-        let mut lines = lines.map_while(Result::ok);
-        assert!(lines.any(|line| line.ends_with("None")), "it has ended, or has a device");
+        let lines = lines(guide.0.stdout.take().unwrap());
+        let is_served = find_line(&lines, |line| line.ends_with("None")).is_some();
+        assert!(is_served, "it has ended, or has a device");
         guide
     }
 
     fn ends(mut self) {
         self.0.stdin.take().unwrap().write_all(b"\n").unwrap();
-        assert!(self.0.wait().unwrap().success());
+        assert!(wait(&mut self.0).success());
     }
 }
 

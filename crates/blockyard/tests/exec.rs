@@ -1,23 +1,21 @@
 //! `exec:` images: another program is the map, and its faults hurt only its own disk.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::sync::mpsc::{TryRecvError, channel, sync_channel};
-use std::time::{Duration, Instant};
+use std::sync::mpsc::{TryRecvError, sync_channel};
+use std::time::Instant;
 
 use blockyard::{Disk, ErrorKind, Yard};
 use rustix::fs::{FlockOperation, flock};
 
 mod common;
 
-use common::{Guest, Loop, Scratch, script};
+use common::{Guest, LIMIT, Loop, Scratch, lines, output, script, wait};
 
 const BLOCK: usize = 64 << 10;
 /// virtio-blk's status of a failed request.
 const IOERR: u8 = 1;
-/// Limit for hangs only.
-const LIMIT: Duration = Duration::from_secs(60);
 
 fn base() -> Vec<u8> {
     (0..16 * BLOCK).map(|at| (at / 512 + at % 7) as u8).collect()
@@ -51,7 +49,7 @@ fn the_python_example_refuses_a_base_of_part_of_a_block_and_a_smaller_store() {
     ] {
         let mut command = Command::new(&example);
         command.env("BASE", base).env("STORE", store).env("TABLE", scratch.file("table", &[]));
-        let output = command.stdin(Stdio::null()).output().unwrap();
+        let output = output(command.stdin(Stdio::null()));
         let error = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success() && error.contains(what), "{error}");
     }
@@ -79,11 +77,7 @@ fn the_python_example_reads_its_table_after_the_one_before_has_left_it() {
     let mut command = Command::new(example);
     command.env("BASE", &files[0]).env("STORE", &files[1]).env("TABLE", &table);
     let mut program = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-    let output = BufReader::new(program.stdout.take().unwrap());
-    let (sender, said) = channel();
-    std::thread::spawn(move || {
-        output.lines().map_while(Result::ok).for_each(|line| drop(sender.send(line)));
-    });
+    let said = lines(program.stdout.take().unwrap());
     let began = Instant::now();
     while !waits_for_a_lock(program.id()) {
         assert_eq!(said.try_recv(), Err(TryRecvError::Empty), "it does not wait for the lock");
@@ -99,7 +93,7 @@ fn the_python_example_reads_its_table_after_the_one_before_has_left_it() {
     assert!(std::fs::read(&table).unwrap() == entries, "it has overwritten a flushed write");
     writeln!(program.stdin.take().unwrap(), "locate 1 r 131072 65536").unwrap();
     assert_eq!(said.recv_timeout(LIMIT).unwrap(), "ok 1 65536 at 1 262144");
-    assert!(program.wait().unwrap().success());
+    assert!(wait(&mut program).success());
 }
 
 /// Serves the base with `base()` and the store by the Python example, and writes, twice.

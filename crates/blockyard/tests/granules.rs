@@ -9,7 +9,7 @@ use blockyard::{Device, Disk, Handle, Lent, Shape, Target, Yard};
 
 mod common;
 
-use common::{Guest, Scratch};
+use common::{Guest, LIMIT, Scratch};
 
 const GRANULE: usize = 64 << 10;
 const SIZE: usize = 16 * GRANULE;
@@ -102,7 +102,8 @@ fn a_device_that_became_smaller_gets_nothing_beyond_its_end() {
     });
     let yard = Yard::start(1).unwrap();
     yard.serve(Disk::target("a", target).vhost_user(scratch.path("socket"))).unwrap();
-    let (handle, mut guest) = (receiver.recv().unwrap(), Guest::connect(&scratch.path("socket")));
+    let handle = receiver.recv_timeout(LIMIT).unwrap();
+    let mut guest = Guest::connect(&scratch.path("socket"));
     let end = SIZE - 4 * GRANULE;
     // The guest still has the old size.
     assert!(handle.set_size(end as u64));

@@ -1,10 +1,11 @@
 //! Disks that move from one process to the next one: the example `upgrade`, with a guest and an NBD
 //! client that stay connected.
 
-use std::io::{self, BufRead, BufReader, Lines, Read, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
-use std::process::{Child, ChildStdout, Command, Stdio};
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::Receiver;
 use std::time::Duration;
 
 use blockyard::{Access, Disk, ErrorKind, Files, Limits, Shape, Target, Yard};
@@ -18,13 +19,13 @@ mod common;
 #[allow(dead_code)]
 mod upgrade;
 
-use common::{Guest, Scratch, script};
+use common::{Guest, LIMIT, Scratch, find_line, lines, script, wait};
 
 const SIZE: usize = 1 << 20;
 const BLOCK: usize = 4096;
 
 /// A process of the example. It ends with this value.
-struct Process(Child, Lines<BufReader<ChildStdout>>);
+struct Process(Child, Receiver<String>);
 
 /// The environment variable with the folder of the example's process.
 const FOLDER: &str = "BLOCKYARD_TEST_FOLDER";
@@ -69,23 +70,23 @@ impl Process {
         command.args(["--exact", &test, "--nocapture"]).env(FOLDER, scratch.path(""));
         command.env("BLOCKYARD_STATE_FOLDER", Journals::of(scratch));
         let mut child = command.stdout(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(child.stdout.take().unwrap()).lines();
+        let lines = lines(child.stdout.take().unwrap());
         Process(child, lines)
     }
 
     /// Waits for a line that begins with `prefix`.
     fn expect(&mut self, prefix: &str) -> String {
-        let found = self.1.by_ref().map_while(Result::ok).find(|line| line.starts_with(prefix));
+        let found = find_line(&self.1, |line| line.starts_with(prefix));
         found.unwrap_or_else(|| panic!("the process ended without {prefix:?}"))
     }
 
     fn is_killed(&mut self) {
         self.0.kill().unwrap();
-        self.0.wait().unwrap();
+        wait(&mut self.0);
     }
 
     fn ends(mut self) {
-        assert!(self.0.wait().unwrap().success());
+        assert!(wait(&mut self.0).success());
     }
 }
 
@@ -339,7 +340,7 @@ fn is_killed_meanwhile(scratch: &Scratch, times: usize) {
         writer.work(round);
         next.is_killed();
         // Either the running process goes on, or it has handed over before the kill.
-        let line = running.1.next().unwrap().unwrap();
+        let line = running.1.recv_timeout(LIMIT).unwrap();
         if line.starts_with("handed") {
             // The guest has lost its disk with the process that was killed. That process may have
             // been making the socket anew.

@@ -81,12 +81,13 @@ fn the_disks_of_a_group_share_its_limit() {
     yard.serve(Disk::image("free", free).vhost_user(scratch.path("free.sock"))).unwrap();
     let [mut a, mut b, mut free] =
         ["a", "b", "free"].map(|name| Guest::connect(&scratch.path(&format!("{name}.sock"))));
-    // A debt of 128 s, which is that of one disk, and one of 4 s.
-    assert_eq!(a.read(0, 64 << 10), vec![1; 64 << 10]);
-    assert_eq!(b.read(0, 2048), [1; 2048]);
+    // Debts of 128 s: the next request of each waits longer than a test that hangs.
+    for one in [&mut a, &mut b] {
+        assert_eq!(one.read(0, 64 << 10), vec![1; 64 << 10]);
+    }
     std::thread::scope(|scope| {
         let waits = scope.spawn(|| b.read(0, 2048));
-        for offset in 0..1000 {
+        for offset in 0..10 {
             assert_eq!(free.read(offset * 512, 512), [2; 512]);
         }
         assert!(!waits.is_finished(), "the other disk of the group has no limit");

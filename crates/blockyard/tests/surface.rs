@@ -9,7 +9,7 @@ use std::fmt::Write;
 use std::path::Path;
 
 /// The files that define what `lib.rs` exports. Private items in them are marked `pub(...)`.
-const FILES: [&str; 14] = [
+const FILES: [&str; 15] = [
     "src/lib.rs",
     "src/disk.rs",
     "src/error.rs",
@@ -22,6 +22,7 @@ const FILES: [&str; 14] = [
     "../storage/src/target/file.rs",
     "../storage/src/target/lock.rs",
     "../storage/src/target/map.rs",
+    "../storage/src/target/shape.rs",
     "../storage/src/target/target.rs",
     "../ring/src/segments/lent.rs",
 ];

@@ -38,7 +38,7 @@ const START_SHARE: u32 = 20;
 /// boot without a wait. The first start on a reactor also opens the disk there.
 const START_CREDIT: Duration = Duration::from_millis(50);
 /// Longest wait before a start.
-const LONGEST_START_WAIT: Duration = Duration::from_secs(1);
+pub const LONGEST_START_WAIT: Duration = Duration::from_secs(1);
 
 /// The accounts of the disks of a reactor.
 #[derive(Default)]

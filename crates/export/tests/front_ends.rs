@@ -17,10 +17,32 @@ use blockyard_export::policy::SignalFigures;
 use blockyard_export::vhost_user::{QueueShape, SecondClient, Tuning, VhostUser};
 use blockyard_export::{Export, Listener, PolicyFigures, PollMode, Reactors, STOP_TIME};
 use blockyard_image::{CacheMode, ChainOptions};
-use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
+use blockyard_ring::NoReply;
+use rustix::event::EventfdFlags;
 use vhost::vhost_user::message::FrontendReq as R;
 
-/// An export of a disk in memory.
+/// Longest wait for an event. The event itself ends the wait.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Number of a system call on this machine. All architectures except x86-64 have the numbers of the
+/// kernel's generic table.
+const fn call(x86_64: u64, generic: u64) -> u64 {
+    if cfg!(target_arch = "x86_64") { x86_64 } else { generic }
+}
+const FUTEX: u64 = call(202, 98);
+const SENDMSG: u64 = call(46, 211);
+
+/// Waits until `happens` returns true.
+#[track_caller]
+fn until(what: &str, mut happens: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !happens() {
+        assert!(began.elapsed() < LIMIT, "not within {LIMIT:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
+/// An export of a disk in memory. The name of the disk is unique in this process.
 struct Fixture {
     export: VhostUser,
     disk: Arc<Disk>,
@@ -34,7 +56,7 @@ impl Fixture {
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let socket = std::env::temp_dir()
             .join(format!("blockyard-front-end-{}-{number}", std::process::id()));
-        let (name, serial) = ("disk".to_string(), "disk".to_string());
+        let (name, serial) = (format!("disk{number}"), "disk".to_string());
         let options = DiskOptions {
             name,
             serial,
@@ -72,14 +94,41 @@ impl Fixture {
     fn end_reactor(&self) {
         self.reactors.next().run(|handle| handle.stop());
         // An ended reactor drops all calls.
-        while self.reactors.next().ask(|_, reply| reply.send(())).is_some() {
-            std::thread::yield_now();
-        }
+        until("the reactor ends", || {
+            let answer = self.reactors.next().ask_later(|_, reply| reply.send(()));
+            answer.until(Instant::now() + LIMIT) == Err(NoReply::Ended)
+        });
+    }
+
+    /// Returns whether the thread of the session sleeps in the system call `number`.
+    fn session_sleeps_in(&self, number: u64) -> bool {
+        let name = format!("vhost {}", self.disk.name());
+        assert!(name.len() < 16, "the kernel shortens the name");
+        let tasks = std::fs::read_dir("/proc/self/task").unwrap().flatten();
+        let read = |task: &PathBuf, file| {
+            // A thread may end meanwhile.
+            std::fs::read_to_string(task.join(file)).unwrap_or_default()
+        };
+        let sessions: Vec<_> = tasks
+            .map(|task| task.path())
+            .filter(|task| read(task, "comm").trim_end() == name)
+            .collect();
+        let [session] = &sessions[..] else { return false };
+        let switches = || {
+            let status = read(session, "status");
+            let counts = status.lines().filter(|line| line.contains("ctxt_switches"));
+            counts.map(String::from).collect::<Vec<_>>()
+        };
+        // With the same counts, the thread has slept all the time.
+        let before = switches();
+        // The file begins with the number of the call, or contains `running`.
+        let call = read(session, "syscall");
+        call.split_whitespace().next() == Some(&number.to_string()) && before == switches()
     }
 
     fn connect(&self) -> Client {
         let mut connection = Connection::open(&self.socket).unwrap();
-        connection.socket().set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        connection.socket().set_read_timeout(Some(LIMIT)).unwrap();
         connection.negotiate(feature::GUEST, 0, PROTOCOL).unwrap();
         let mut memory = Memory::new(1 << 20).unwrap();
         connection.set_memory(&memory).unwrap();
@@ -140,15 +189,9 @@ impl Client {
         self.reply(request)
     }
 
-    /// Returns whether an answer arrives within 50 ms.
+    /// Returns whether the session has sent something that the front end has not read.
     fn is_answered(&self) -> bool {
-        let moment = Timespec { tv_sec: 0, tv_nsec: 50_000_000 };
-        rustix::event::poll(
-            &mut [PollFd::new(self.connection.socket(), PollFlags::IN)],
-            Some(&moment),
-        )
-        .unwrap()
-            > 0
+        rustix::io::ioctl_fionread(self.connection.socket()).unwrap() > 0
     }
 }
 
@@ -162,7 +205,7 @@ const DONE: [u8; 8] = [0; 8];
 fn bounded<T: Send + 'static>(what: &str, work: impl FnOnce() -> T + Send + 'static) -> T {
     let (sender, receiver) = sync_channel(1);
     std::thread::spawn(move || sender.send(work()));
-    receiver.recv_timeout(Duration::from_secs(60)).unwrap_or_else(|_| panic!("{what} does not end"))
+    receiver.recv_timeout(LIMIT).unwrap_or_else(|_| panic!("{what} does not end"))
 }
 
 #[test]
@@ -191,6 +234,10 @@ fn changes_are_acknowledged_when_the_reactor_has_made_them() {
     for (request, body, fds) in changes {
         let held = export.hold();
         client.send(request, &body, &fds);
+        // The session has submitted its call, and waits for the reactor.
+        until(&format!("{request:?} waits for the reactor"), || {
+            client.is_answered() || export.session_sleeps_in(FUTEX)
+        });
         assert!(!client.is_answered(), "{request:?} is answered before the reactor knows of it");
         drop(held);
         assert_eq!(client.reply(request).unwrap(), DONE, "{request:?}");
@@ -199,26 +246,20 @@ fn changes_are_acknowledged_when_the_reactor_has_made_them() {
 
 #[test]
 fn a_front_end_that_reads_no_replies_does_not_block_stop() {
-    let Fixture { mut export, socket, reactors, .. } = Fixture::start(SecondClient::Wait);
-    let mut deaf = UnixStream::connect(&socket).unwrap();
+    let fixture = Fixture::start(SecondClient::Wait);
+    let mut deaf = UnixStream::connect(&fixture.socket).unwrap();
     deaf.set_nonblocking(true).unwrap();
     let ask: Vec<u8> =
         [R::GET_FEATURES as u32, 1, 0].iter().flat_map(|w| w.to_ne_bytes()).collect();
-    // Send until the replies fill the other direction of the socket. The session is then blocked in
-    // a write.
-    let mut full = 0;
-    while full < 20 {
-        match deaf.write(&ask) {
-            Ok(written) => {
-                assert_eq!(written, ask.len());
-                full = 0;
-            }
-            Err(_) => {
-                full += 1;
-                std::thread::sleep(Duration::from_millis(1));
-            }
+    // Send until the replies fill the other direction of the socket, and the session is blocked in
+    // the send of one more reply.
+    until("the session is blocked", || {
+        while let Ok(written) = deaf.write(&ask) {
+            assert_eq!(written, ask.len());
         }
-    }
+        fixture.session_sleeps_in(SENDMSG)
+    });
+    let Fixture { mut export, reactors, .. } = fixture;
     bounded("the export", move || export.stop(Instant::now() + STOP_TIME));
     drop((deaf, reactors));
 }
@@ -348,14 +389,14 @@ fn a_second_front_end_waits_or_is_refused() {
     (&second).write_all(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
     assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);
     drop(first);
-    second.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    second.set_read_timeout(Some(LIMIT)).unwrap();
     (&second).read_exact(&mut [0; 20]).unwrap();
     drop(second);
 
     let export = Fixture::start(SecondClient::Refuse);
     let first = export.connect();
     let second = UnixStream::connect(&export.socket).unwrap();
-    second.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+    second.set_read_timeout(Some(LIMIT)).unwrap();
     assert_eq!((&second).read_to_end(&mut Vec::new()).unwrap(), 0, "closed");
     assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);
 }
@@ -366,7 +407,7 @@ fn front_ends_that_wait_are_served_in_the_order_of_their_connections() {
     let first = export.connect();
     let waiting = [(); 2].map(|()| {
         let stream = UnixStream::connect(&export.socket).unwrap();
-        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
         (&stream).write_all(&[1, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]).unwrap();
         // The export answers the first front end after it has accepted the others.
         assert_eq!(first.ask(R::SET_VRING_NUM, &words(&[64 << 32]), &[]).unwrap(), DONE);

@@ -1,5 +1,5 @@
-//! The NBD protocol, for the server (`export`), the client of images (`storage`) and the benchmark's
-//! client (`bench`).
+//! The NBD protocol, for the server (`export`), the client of images (`storage`) and the client of
+//! the benchmark (`bench`).
 //!
 //! ```text
 //!   wire       numbers and headers                     uri        where an export is

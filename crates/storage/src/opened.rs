@@ -160,10 +160,7 @@ pub trait Opened: fmt::Debug + Send + Sync {
     fn geometry(&self) -> Geometry {
         Geometry::default()
     }
-    /// The default is that of a storage with a length that cannot change.
-    fn capabilities(&self) -> Capabilities {
-        Capabilities { direct: false, fixed_length: true }
-    }
+    fn capabilities(&self) -> Capabilities;
     /// Returns whether io_uring moves all data between files of this host and the memory of the
     /// requests. Else this process copies them.
     fn has_files(&self) -> bool {

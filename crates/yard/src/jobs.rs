@@ -114,3 +114,6 @@ fn run(
     // The observer knows that the job has ended.
     job.end();
 }
+
+#[cfg(test)]
+mod tests;

@@ -409,3 +409,6 @@ impl Entry {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

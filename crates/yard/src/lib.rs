@@ -29,6 +29,8 @@
 mod context;
 mod error;
 mod exports;
+#[cfg(test)]
+mod fixture;
 mod job;
 mod jobs;
 mod keeper;

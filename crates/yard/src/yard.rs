@@ -507,3 +507,6 @@ fn open(
     }
     ServedDisk::open(settings, context, opener)
 }
+
+#[cfg(test)]
+mod tests;

@@ -9,15 +9,39 @@ use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{BackupOptions, Disk, LocalDisk, SnapshotOptions};
+use blockyard_disk::{BackupOptions, Disk, LocalDisk, SnapshotOptions, WorkError};
 use blockyard_export::{Client, Export, Reactors};
 use blockyard_image::tools::{NewOverlay, OverlayBase};
 use blockyard_image::{CacheMode, ChainOptions, Format};
 use blockyard_sched::Knobs;
 use blockyard_yard::{
-    Activation, Change, DiskSettings, DiskState, JobKind, JobState, Obstacle, Resized, Shares, Way,
-    WayError, Yard, YardError,
+    Activation, Change, DiskSettings, DiskState, Job, JobKind, JobState, Obstacle, Pending,
+    Resized, Shares, Way, WayError, Yard, YardError,
 };
+
+/// Longest wait for an event. The event itself ends the wait.
+const LIMIT: Duration = Duration::from_secs(60);
+
+/// Waits for `work`, and fails if it does not end in time.
+#[track_caller]
+fn in_time<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (sender, ended) = sync_channel(1);
+    std::thread::spawn(move || sender.send(work()));
+    ended.recv_timeout(LIMIT).expect("a command or a job does not end")
+}
+
+/// Waits for the end of a command.
+#[track_caller]
+fn result<T>(pending: Pending<T>) -> Result<T, YardError> {
+    pending.wait_at_most(LIMIT).ok().expect("a command does not end")
+}
+
+/// Waits for the end of a job.
+#[track_caller]
+fn end_of(job: &Job) -> Result<(), Arc<WorkError>> {
+    let job = job.clone();
+    in_time(move || job.wait())
+}
 
 /// The calls that an export gets, in order.
 type Events = Arc<Mutex<Vec<String>>>;
@@ -82,7 +106,7 @@ impl Way for NoteWay {
 
     fn start(&self, _: &Arc<Disk>, _: &Arc<Reactors>) -> Result<Box<dyn Export>, WayError> {
         if let Some(held) = &self.held {
-            let _ = held.lock().unwrap().recv();
+            let _ = held.lock().unwrap().recv_timeout(LIMIT);
         }
         if self.fails {
             return Err(WayError::caller("the address is taken"));
@@ -223,7 +247,7 @@ fn a_program_stays_if_an_export_does_not_wait_for_the_owner() {
     let image = format!("exec:{}", program.display());
     stage.yard.add(disk("a", &image, vec![stage.way("first")])).unwrap();
     assert_eq!(stage.yard.program("a").unwrap().image, image);
-    let handed = stage.yard.begin_hand_over("a").wait().map(|handed| handed.ended.is_flushed);
+    let handed = result(stage.yard.begin_hand_over("a")).map(|handed| handed.ended.is_flushed);
     let Err(YardError::Stays { why: Obstacle::ProgramWithDevice, .. }) = handed else {
         panic!("{handed:?}");
     };
@@ -305,7 +329,7 @@ fn a_flush_of_a_disk_that_ignores_flushes_syncs_it() {
         stage.yard.add(settings).unwrap();
         let served = way.disk.lock().unwrap().take().unwrap();
         assert_eq!(served.flushes().syncs, 0);
-        stage.yard.begin_flush(name).unwrap().wait().unwrap();
+        result(stage.yard.begin_flush(name).unwrap()).unwrap();
         assert_eq!(served.flushes().syncs, 1, "{name}");
     }
 }
@@ -327,7 +351,7 @@ fn a_disk_that_cannot_be_added_leaves_nothing() {
     yard.add_then("a".into(), settings, move |result| {
         sender.send(result.unwrap_err().to_string()).unwrap()
     });
-    assert_eq!(receiver.recv().unwrap(), "the toolstack names no image");
+    assert_eq!(receiver.recv_timeout(LIMIT).unwrap(), "the toolstack names no image");
     // The image is not locked: it can be opened again.
     yard.add(disk("a", &image, vec![stage.way("third")])).unwrap();
 }
@@ -383,7 +407,7 @@ fn commands_for_a_disk_wait_for_one_another_and_for_no_other_disk() {
     assert!(matches!(yard.report("other"), Err(YardError::NotFound { .. })));
     assert!(receiver.try_recv().is_err());
     drop(held.remove(0));
-    let events: Vec<_> = (0..3).map(|_| receiver.recv().unwrap()).collect();
+    let events: Vec<_> = (0..3).map(|_| receiver.recv_timeout(LIMIT).unwrap()).collect();
     assert_eq!(events, ["added 1", "removed 1", "added 1 again"]);
     // A waiting command finds the latest disk of that name.
     yard.report("1").unwrap();
@@ -403,19 +427,19 @@ fn jobs_end_before_their_disk() {
     let overlay = stage.folder.join("overlay.qcow2");
     let options = SnapshotOptions { unrecorded: true, ..SnapshotOptions::new(&overlay) };
     let snapshot = yard.start_job("a", JobKind::Snapshot(options.into())).unwrap();
-    snapshot.wait().unwrap();
+    end_of(&snapshot).unwrap();
     assert!(yard.list()[0].images.contains("overlay.qcow2"), "{:?}", yard.list());
     let commit = yard.start_job("a", JobKind::Commit).unwrap();
-    commit.wait().unwrap();
+    end_of(&commit).unwrap();
     let copy = stage.folder.join("copy.qcow2");
     let options = BackupOptions::new(&copy, Format::Qcow2);
     let backup = yard.start_job("a", JobKind::Backup(options)).unwrap();
     assert_eq!(backup.kind().to_string(), format!("backup into {}", copy.display()));
-    backup.wait().unwrap();
+    end_of(&backup).unwrap();
     assert_eq!(backup.progress(), (1 << 20, 1 << 20));
     assert!(copy.exists());
     let refused = yard.start_job("none", JobKind::Stream).unwrap();
-    let why = refused.wait().unwrap_err().to_string();
+    let why = end_of(&refused).unwrap_err().to_string();
     assert!(why.contains("no image"), "{why}");
     let stream = yard.start_job("a", JobKind::Stream).unwrap();
     assert!(yard.remove("a").unwrap().is_flushed);
@@ -435,7 +459,7 @@ fn a_commit_does_not_change_the_images_of_an_inactive_disk() {
     yard.add(disk("a", &image, Vec::new())).unwrap();
     let options = SnapshotOptions::new(stage.folder.join("a.qcow2"));
     let options = SnapshotOptions { unrecorded: true, ..options };
-    yard.start_job("a", JobKind::Snapshot(options.into())).unwrap().wait().unwrap();
+    end_of(&yard.start_job("a", JobKind::Snapshot(options.into())).unwrap()).unwrap();
     let base = OverlayBase {
         path: stage.folder.join("link"),
         format: Format::Raw,
@@ -454,7 +478,7 @@ fn a_commit_does_not_change_the_images_of_an_inactive_disk() {
         ..disk("fork", &fork, Vec::new())
     };
     yard.add(settings).unwrap();
-    let commit = || yard.start_job("a", JobKind::Commit).unwrap().wait();
+    let commit = || end_of(&yard.start_job("a", JobKind::Commit).unwrap());
     let check_refused = || {
         assert!(yard.info("fork").unwrap().is_inactive);
         let why = commit().unwrap_err().to_string();
@@ -498,7 +522,7 @@ fn commands_for_a_served_disk_do_not_wait_for_images_that_open_slowly() {
         let size = asked.refresh("served").unwrap();
         sender.send((size, asked.report("served").unwrap().clients))
     });
-    let answered = receiver.recv_timeout(Duration::from_secs(60));
+    let answered = receiver.recv_timeout(LIMIT);
     drop(held);
     assert_eq!(answered, Ok((None, vec![Client::described("client of served".into())])));
 }
@@ -515,11 +539,11 @@ fn a_disk_that_is_opened_during_a_hold_begins_afterwards_or_never() {
     assert_eq!(stage.states(), [("a".into(), DiskState::Opening)]);
     assert!(stage.events().is_empty(), "{:?}", stage.events());
     drop(held);
-    first.wait().unwrap();
-    assert_eq!(refreshed.wait().unwrap(), None);
-    let held = yard.hold_openings(Duration::from_secs(60)).unwrap();
+    result(first).unwrap();
+    assert_eq!(result(refreshed).unwrap(), None);
+    let held = yard.hold_openings(LIMIT).unwrap();
     let second = yard.begin_add(disk("b", "ram:1M", vec![stage.way("b")]));
     held.for_good();
-    assert!(matches!(second.wait(), Err(YardError::Closing)));
+    assert!(matches!(result(second), Err(YardError::Closing)));
     assert_eq!(stage.states(), [("a".into(), DiskState::Serving)]);
 }

@@ -1,8 +1,8 @@
 //! The lines of a script: its marks by two clocks, its blocks of data, and other lines.
 //!
 //! In: lines with the times at which the host received them. Out: the time between the marks
-//! `begin` and `end`, by the host's clock and by the guest's, and the ratio of both. What must hold:
-//! a line inside a block of data is no mark.
+//! `begin` and `end`, by the host's clock and by the guest's, and the ratio of both. What must
+//! hold: a line inside a block of data is no mark.
 
 use std::collections::HashMap;
 use std::time::Instant;
@@ -104,8 +104,8 @@ impl<'a> Trace<'a> {
 }
 
 impl Measured {
-    /// Returns the ratio of the host's clock to the guest's. The host may receive the lines of marks
-    /// some milliseconds late, which would distort the ratio of a short run: it is 1 then.
+    /// Returns the ratio of the host's clock to the guest's. The host may receive the lines of
+    /// marks some milliseconds late, which would distort the ratio of a short run: it is 1 then.
     pub fn clock(&self) -> f64 {
         if self.guest_seconds >= LONG { self.seconds / self.guest_seconds } else { 1.0 }
     }

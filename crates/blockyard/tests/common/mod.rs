@@ -1,12 +1,15 @@
 //! What the tests have in common: files, and a guest without a virtual machine.
 #![allow(dead_code)]
 
-use std::io::Write;
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Output, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
 use blockyard_driver::{Data, Plan, Session, SplitRing, request, status};
+use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::process::{Pid, PidfdFlags, Signal};
 
 /// A folder that is removed at the end.
 pub struct Scratch(PathBuf);
@@ -44,8 +47,62 @@ pub fn script(scratch: &Scratch, name: &str, text: &str) -> String {
     install.args(["-m", "755", "/dev/stdin"]).arg(&path).stdin(Stdio::piped());
     let mut install = install.spawn().expect("install starts");
     install.stdin.take().unwrap().write_all(text.as_bytes()).unwrap();
-    assert!(install.wait().unwrap().success(), "writing {}", path.display());
+    assert!(wait(&mut install).success(), "writing {}", path.display());
     format!("exec:{}", path.display())
+}
+
+/// Waits for the end of a process. Kills a process that does not end in time.
+#[track_caller]
+pub fn wait(process: &mut Child) -> ExitStatus {
+    let end = rustix::process::pidfd_open(Pid::from_child(process), PidfdFlags::empty()).unwrap();
+    let limit = Timespec { tv_sec: LIMIT.as_secs() as i64, tv_nsec: 0 };
+    let mut fds = [PollFd::new(&end, PollFlags::IN)];
+    let ended = rustix::io::retry_on_intr(|| rustix::event::poll(&mut fds, Some(&limit))).unwrap();
+    if ended == 0 {
+        let _ = process.kill();
+    }
+    let status = process.wait().unwrap();
+    assert!(ended > 0, "a process has not ended within {LIMIT:?}");
+    status
+}
+
+/// Runs a command to its end. Kills a command that does not end in time.
+#[track_caller]
+pub fn output(command: &mut Command) -> Output {
+    let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn().unwrap();
+    let (process, (sender, ended)) = (Pid::from_child(&child), channel());
+    std::thread::spawn(move || sender.send(child.wait_with_output()));
+    let Ok(output) = ended.recv_timeout(COMMAND_LIMIT) else {
+        let _ = rustix::process::kill_process(process, Signal::KILL);
+        panic!("{command:?} has not ended within {COMMAND_LIMIT:?}");
+    };
+    output.unwrap()
+}
+
+/// Returns the lines of a pipe, as they arrive.
+pub fn lines(pipe: impl Read + Send + 'static) -> Receiver<String> {
+    let (sender, lines) = channel();
+    std::thread::spawn(move || {
+        // Reads to the end, so that the writer is never blocked.
+        BufReader::new(pipe).lines().map_while(Result::ok).for_each(|line| {
+            let _ = sender.send(line);
+        });
+    });
+    lines
+}
+
+/// Waits for a line for which `is_wanted` returns true. None: the pipe has ended.
+#[track_caller]
+pub fn find_line(lines: &Receiver<String>, is_wanted: impl Fn(&str) -> bool) -> Option<String> {
+    use std::sync::mpsc::RecvTimeoutError;
+    loop {
+        match lines.recv_timeout(LIMIT) {
+            Ok(line) if is_wanted(&line) => return Some(line),
+            Ok(_) => {}
+            Err(RecvTimeoutError::Disconnected) => return None,
+            Err(RecvTimeoutError::Timeout) => panic!("no line within {LIMIT:?}"),
+        }
+    }
 }
 
 /// A loop device, for tests on block devices. Needs root and `losetup`.
@@ -79,7 +136,9 @@ pub struct Guest(Session<SplitRing>);
 /// Largest request of a guest in bytes.
 const PIECE: usize = 64 << 10;
 /// Limit for hangs only.
-const LIMIT: Duration = Duration::from_secs(60);
+pub const LIMIT: Duration = Duration::from_secs(60);
+/// Limit for commands that do much, such as `cargo tree`.
+const COMMAND_LIMIT: Duration = Duration::from_secs(600);
 
 impl Guest {
     pub fn connect(socket: &Path) -> Self {

@@ -164,3 +164,145 @@ impl Buffers {
         self.kept.set(0);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::tests::connected::simulated;
+    use super::*;
+
+    const PAGE: usize = 4096;
+
+    fn held(usage: &Usage) -> usize {
+        usage.held()
+    }
+
+    /// Returns the first bytes of a buffer.
+    fn begin(buffer: &Segments) -> [u8; 16] {
+        let mut bytes = [0; 16];
+        buffer.copy_out(0, &mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn sizes_are_powers_of_two_from_a_page_to_the_longest_request() {
+        for (len, size) in [(0, PAGE), (1, PAGE), (PAGE, PAGE), (PAGE + 1, 2 * PAGE)] {
+            assert_eq!(rounded(len), size, "{len}");
+        }
+        let longest = blockyard_nbd::wire::MOST_PAYLOAD as usize;
+        assert_eq!((rounded(longest), size_class(longest)), (longest, SIZES - 1));
+    }
+
+    #[test]
+    fn a_buffer_that_was_given_back_serves_the_next_request_of_its_size() {
+        simulated(async |handle| {
+            let (buffers, usage) = (Buffers::default(), Rc::<Usage>::default());
+            let first = buffers.take(&handle, 5000, &usage).await;
+            assert_eq!((first.len(), held(&usage)), (5000, 2 * PAGE));
+            first.copy_in(0, &[7; 16]);
+            buffers.give_back(first, 5000, &usage);
+            assert_eq!((buffers.kept.get(), held(&usage)), (2 * PAGE, 0));
+            // Another size has no kept buffer.
+            let small = buffers.take(&handle, 100, &usage).await;
+            assert_eq!((begin(&small), buffers.kept.get()), ([0; 16], 2 * PAGE));
+            // The whole buffer is used again, also for a longer request of the same size.
+            let again = buffers.take(&handle, 2 * PAGE, &usage).await;
+            assert_eq!((again.len(), begin(&again)), (2 * PAGE, [7; 16]));
+            assert_eq!((buffers.kept.get(), held(&usage)), (0, 3 * PAGE));
+            buffers.give_back(small, 100, &usage);
+            buffers.give_back(again, 2 * PAGE, &usage);
+            assert_eq!((buffers.kept.get(), held(&usage)), (3 * PAGE, 0));
+            buffers.forget();
+            assert_eq!(buffers.kept.get(), 0);
+            let fresh = buffers.take(&handle, 2 * PAGE, &usage).await;
+            assert_eq!(begin(&fresh), [0; 16]);
+        });
+    }
+
+    #[test]
+    fn the_buffers_that_are_kept_are_bounded() {
+        simulated(async |handle| {
+            const LEN: usize = 8 << 20;
+            let (buffers, usage) = (Buffers::default(), Rc::<Usage>::default());
+            let mut all = Vec::new();
+            for _ in 0..6 {
+                all.push(buffers.take(&handle, LEN, &usage).await);
+            }
+            assert_eq!(held(&usage), 6 * LEN);
+            all.into_iter().for_each(|buffer| buffers.give_back(buffer, LEN, &usage));
+            assert_eq!((buffers.kept.get(), held(&usage)), (KEPT, 0));
+        });
+    }
+
+    #[test]
+    fn a_payload_takes_its_quota_as_it_arrives() {
+        simulated(async |handle| {
+            const LEN: usize = 3 << 20;
+            let (buffers, usage) = (Buffers::default(), Rc::<Usage>::default());
+            let mut growing = buffers.growing(LEN).unwrap();
+            assert_eq!((growing.payload.len(), held(&usage)), (LEN, 0), "only announced");
+            let mut filled = Vec::new();
+            while filled.last() != Some(&LEN) {
+                filled.push(buffers.grow(&handle, &mut growing, &usage).await);
+                assert_eq!(held(&usage).min(LEN), *filled.last().unwrap());
+            }
+            // Each step is at most as long as what has arrived before.
+            assert_eq!(filled, [256 << 10, 512 << 10, 1 << 20, 2 << 20, LEN]);
+            let payload = buffers.grown(growing, &usage);
+            assert_eq!(held(&usage), 4 << 20);
+            buffers.give_back(payload, LEN, &usage);
+            assert_eq!((held(&usage), buffers.kept.get()), (0, 4 << 20));
+        });
+    }
+
+    #[test]
+    fn a_payload_that_does_not_arrive_returns_what_it_holds() {
+        simulated(async |handle| {
+            const LEN: usize = 3 << 20;
+            let (buffers, usage) = (Buffers::default(), Rc::<Usage>::default());
+            let mut growing = buffers.growing(LEN).unwrap();
+            buffers.grow(&handle, &mut growing, &usage).await;
+            buffers.grow(&handle, &mut growing, &usage).await;
+            assert_eq!(held(&usage), 512 << 10);
+            buffers.abandon(growing, &usage);
+            assert_eq!((held(&usage), buffers.lent.get(), buffers.kept.get()), (0, 0, 0));
+        });
+    }
+
+    /// Clients that announce payloads and send nothing must not hold all buffers that are kept, and
+    /// more.
+    #[test]
+    fn recycled_buffers_that_clients_fill_are_bounded() {
+        simulated(async |handle| {
+            const LEN: usize = 16 << 20;
+            let (buffers, usage) = (Buffers::default(), Rc::<Usage>::default());
+            let keep = async |count| {
+                let mut all = Vec::new();
+                for _ in 0..count {
+                    all.push(buffers.take(&handle, LEN, &usage).await);
+                }
+                all.into_iter().for_each(|buffer| buffers.give_back(buffer, LEN, &usage));
+            };
+            keep(2).await;
+            let lent: Vec<_> = (0..2).map(|_| buffers.growing(LEN).unwrap()).collect();
+            assert_eq!((buffers.lent.get(), buffers.kept.get()), (KEPT, 0));
+            keep(1).await;
+            let third = buffers.growing(LEN).unwrap();
+            assert_eq!((third.lent, buffers.lent.get()), (0, KEPT), "it is a new buffer");
+            assert_eq!(buffers.kept.get(), LEN, "the kept buffer stays for requests");
+            lent.into_iter().chain([third]).for_each(|growing| buffers.abandon(growing, &usage));
+            assert_eq!((buffers.lent.get(), held(&usage)), (0, 0));
+        });
+    }
+
+    #[test]
+    fn the_connections_of_a_disk_share_its_usage() {
+        use super::super::tests::disk;
+        let (buffers, one, other) = (Buffers::default(), disk("one", false), disk("other", false));
+        let usage = buffers.of_disk(&one);
+        assert!(Rc::ptr_eq(&usage, &buffers.of_disk(&one)));
+        assert!(!Rc::ptr_eq(&usage, &buffers.of_disk(&other)));
+        drop(usage);
+        buffers.of_disk(&other);
+        assert!(buffers.disks.borrow().len() == 1, "a disk without connections is forgotten");
+    }
+}

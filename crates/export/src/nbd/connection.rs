@@ -67,11 +67,21 @@ pub struct Connection {
 
 impl Connection {
     pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Rc<Self>> {
+        let served = LocalDisk::local(handle, &terms.exported.disk)?;
+        Ok(Self::on(handle, stream, terms, served))
+    }
+
+    /// Like [`Connection::new`], with this reactor's disk.
+    pub fn on(
+        handle: &Handle,
+        stream: Rc<Stream>,
+        terms: Terms,
+        served: Rc<LocalDisk>,
+    ) -> Rc<Self> {
         let disk = terms.exported.disk.clone();
-        let served = LocalDisk::local(handle, &disk)?;
         let idle = Idle::local(handle, &terms.exported);
         stream.count_slow_calls(idle.slow_calls.clone());
-        Ok(Rc::new(Connection {
+        Rc::new(Connection {
             handle: handle.clone(),
             stream,
             terms,
@@ -92,7 +102,7 @@ impl Connection {
             broken: Cell::new(false),
             heavy: Cell::new(false),
             left: RefCell::default(),
-        }))
+        })
     }
 
     /// Queues the reply to a request, and wakes the sender.

@@ -189,3 +189,198 @@ impl Inbox {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io::Write;
+    use std::net::Shutdown;
+    use std::os::unix::net::UnixStream;
+
+    use blockyard_ring::Handle;
+    use blockyard_storage::sim::Rng;
+
+    use super::super::tests::connected::simulated;
+    use super::*;
+
+    /// Returns a stream, and the client's end of its socket.
+    fn pair(handle: &Handle) -> (Stream, UnixStream) {
+        let (client, theirs) = UnixStream::pair().unwrap();
+        (Stream::new(handle, theirs).unwrap(), client)
+    }
+
+    fn bytes_of(segments: &Segments) -> Vec<u8> {
+        let mut bytes = vec![0; segments.len()];
+        segments.copy_out(0, &mut bytes);
+        bytes
+    }
+
+    /// Returns the next `N` bytes. Reads until they have arrived.
+    async fn next<const N: usize>(inbox: &mut Inbox, stream: &Stream) -> [u8; N] {
+        loop {
+            if let Some(bytes) = inbox.take::<N>(N) {
+                return bytes;
+            }
+            assert!(inbox.fill(stream).await.unwrap(), "the connection has ended");
+        }
+    }
+
+    #[test]
+    fn a_header_is_taken_only_when_it_is_whole() {
+        simulated(async |handle| {
+            let (stream, mut client) = pair(&handle);
+            let mut inbox = Inbox::default();
+            assert!(inbox.is_empty() && inbox.take::<4>(4).is_none());
+            client.write_all(b"abc").unwrap();
+            assert!(inbox.fill(&stream).await.unwrap());
+            assert!(!inbox.is_empty() && inbox.take::<4>(4).is_none());
+            client.write_all(b"defg").unwrap();
+            assert!(inbox.fill(&stream).await.unwrap());
+            // A header may be shorter than the array that it is returned in.
+            assert_eq!(inbox.take::<4>(2), Some(*b"ab\0\0"));
+            assert_eq!(inbox.take::<4>(4), Some(*b"cdef"));
+            assert!(inbox.take::<4>(4).is_none());
+            client.shutdown(Shutdown::Write).unwrap();
+            assert!(!inbox.fill(&stream).await.unwrap(), "the client has gone");
+            assert!(!inbox.is_empty(), "one byte of a header is left");
+        });
+    }
+
+    /// Headers, payloads and skipped bytes of random lengths arrive in pieces of random lengths.
+    /// The client sends a piece when the inbox waits.
+    #[test]
+    fn bytes_come_in_order_whatever_their_pieces_are() {
+        const ALL: usize = 1 << 20;
+        for seed in 0..20 {
+            println!("seed {seed}");
+            simulated(async move |handle| {
+                let mut rng = Rng::new(seed);
+                let mut sent = vec![0; ALL];
+                rng.fill(&mut sent);
+                let (stream, client) = pair(&handle);
+                client.set_nonblocking(true).unwrap();
+                let (mut pieces, mut out, sending) = (rng.fork(), sent.clone(), handle.clone());
+                handle.spawn(async move {
+                    let mut client = client;
+                    while !out.is_empty() {
+                        let most = *pieces.pick(&[3, 500, 200_000]);
+                        let piece = (pieces.between(1, most) as usize).min(out.len());
+                        let n = client.write(&out[..piece]).unwrap_or(0);
+                        out.drain(..n);
+                        sending.sleep(std::time::Duration::from_micros(1)).await;
+                    }
+                });
+                let (mut inbox, mut at) = (Inbox::default(), 0);
+                while at < ALL {
+                    let most = *rng.pick(&[40, 5000, 300_000]);
+                    let len = (rng.between(1, most) as usize).min(ALL - at);
+                    match rng.below(4) {
+                        0 if ALL - at >= 28 => {
+                            let header = next::<28>(&mut inbox, &stream).await;
+                            assert!(header[..] == sent[at..at + 28], "a header at {at}");
+                            at += 28;
+                            continue;
+                        }
+                        1 => {
+                            let bytes = inbox.exactly(&stream, len).await.unwrap();
+                            assert!(bytes == sent[at..at + len], "bytes at {at}");
+                        }
+                        2 => inbox.skip(&stream, len as u64).await.unwrap(),
+                        _ => {
+                            // A long payload arrives in two ranges of its buffer.
+                            let payload = Segments::buffer(len);
+                            let middle = rng.below(len as u64) as usize;
+                            for range in [0..middle, middle..len] {
+                                inbox.payload(&stream, &payload, range).await.unwrap();
+                            }
+                            assert!(bytes_of(&payload) == sent[at..at + len], "{len} at {at}");
+                        }
+                    }
+                    at += len;
+                }
+                assert!(inbox.is_empty());
+            });
+        }
+    }
+
+    #[test]
+    fn a_connection_that_ends_in_a_payload_is_an_error() {
+        simulated(async |handle| {
+            for kind in 0..3 {
+                let (stream, mut client) = pair(&handle);
+                let mut inbox = Inbox::default();
+                client.write_all(&[1; 100]).unwrap();
+                drop(client);
+                let payload = Segments::buffer(101);
+                let ended = match kind {
+                    0 => inbox.exactly(&stream, 101).await.map(drop),
+                    1 => inbox.skip(&stream, 101).await,
+                    _ => inbox.payload(&stream, &payload, 0..101).await,
+                };
+                assert_eq!(ended.unwrap_err().kind(), io::ErrorKind::UnexpectedEof, "{kind}");
+            }
+        });
+    }
+
+    /// Returns all bytes that are left for the next server.
+    fn unread(inbox: Inbox, stream: &Stream, first: &[u8]) -> Vec<u8> {
+        let Some(mut spool) = inbox.into_unread(stream, first).unwrap() else { return Vec::new() };
+        let (room, mut all) = (Segments::buffer(1000), Vec::new());
+        while !spool.is_empty() {
+            let n = spool.read(&room).unwrap();
+            all.extend(&bytes_of(&room)[..n]);
+        }
+        all
+    }
+
+    /// Another server continues the connection in the middle of a payload. It gets the header
+    /// again, and what has arrived of the payload.
+    #[test]
+    fn a_payload_that_was_begun_goes_to_the_next_server_with_its_header() {
+        for arrived in [0, 10, 50] {
+            for kind in 0..3 {
+                simulated(async move |handle| {
+                    let (stream, mut client) = pair(&handle);
+                    let (stream, mut inbox) = (std::rc::Rc::new(stream), Inbox::default());
+                    client.write_all(b"HEADER").unwrap();
+                    client.write_all(&vec![7; arrived]).unwrap();
+                    let header = next::<6>(&mut inbox, &stream).await;
+                    let mut whole = [0; 32];
+                    whole[..6].copy_from_slice(&header);
+                    inbox.begin(&whole, 6);
+                    let (leaving, at) = (stream.clone(), handle.clone());
+                    handle.spawn(async move {
+                        at.sleep(std::time::Duration::from_secs(1)).await;
+                        leaving.leave();
+                        // The test waits for the kernel, and not only for the clock.
+                        loop {
+                            at.sleep(std::time::Duration::from_secs(1)).await;
+                        }
+                    });
+                    let payload = Segments::buffer(100);
+                    let ended = match kind {
+                        0 => inbox.exactly(&stream, 100).await.map(drop),
+                        1 => inbox.skip(&stream, 100).await,
+                        _ => inbox.payload(&stream, &payload, 0..100).await,
+                    };
+                    assert!(stream.has_left(&ended.unwrap_err()), "{kind}");
+                    // The next server skips the payload too, so its bytes do not matter.
+                    let byte = if kind == 1 { 0 } else { 7 };
+                    let expected = [b"beforeHEADER", &vec![byte; arrived][..]].concat();
+                    assert!(unread(inbox, &stream, b"before") == expected, "{kind} {arrived}");
+                });
+            }
+        }
+    }
+
+    #[test]
+    fn bytes_that_were_received_and_not_handled_go_to_the_next_server() {
+        simulated(async |handle| {
+            let (stream, mut client) = pair(&handle);
+            let mut inbox = Inbox::default();
+            client.write_all(b"one two").unwrap();
+            assert_eq!(next::<4>(&mut inbox, &stream).await, *b"one ");
+            assert_eq!(unread(inbox, &stream, b"zero "), b"zero two");
+            assert_eq!(unread(Inbox::default(), &stream, b""), b"");
+        });
+    }
+}

@@ -65,13 +65,17 @@ pub enum End {
 
 impl Receiver {
     pub fn new(handle: &Handle, stream: Rc<Stream>, terms: Terms) -> io::Result<Self> {
-        let connection = Connection::new(handle, stream, terms)?;
+        Ok(Self::on(Connection::new(handle, stream, terms)?))
+    }
+
+    /// Receives the requests of this connection.
+    pub fn on(connection: Rc<Connection>) -> Self {
         let disk = &connection.terms.exported.disk;
         let scrubs =
             matches!(disk.source(), Source::Null { .. } | Source::Delay { file: None, .. });
         let workers = Workers::new(connection.clone());
         let (sender, wrote) = Default::default();
-        Ok(Receiver { connection, workers, sender, wrote, scrubs })
+        Receiver { connection, workers, sender, wrote, scrubs }
     }
 
     /// Serves the client until it disconnects and all its requests are done.

@@ -16,12 +16,16 @@ use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sockopt}
 use super::*;
 use crate::PollMode;
 
+pub(super) mod connected;
 mod negotiation;
+mod simulated;
 mod transmission;
 
 /// Name of the only export, a disk in memory.
 const NAME: &str = "disk";
 const SIZE: u64 = 16 << 20;
+/// Longest wait for an event. The event itself ends the wait.
+const LIMIT: Duration = Duration::from_secs(60);
 
 fn socket() -> PathBuf {
     static NEXT: AtomicU32 = AtomicU32::new(0);
@@ -29,7 +33,7 @@ fn socket() -> PathBuf {
     std::env::temp_dir().join(format!("blockyard-nbd-{}-{number}", std::process::id()))
 }
 
-fn disk(name: &str, read_only: bool) -> Arc<Disk> {
+pub(super) fn disk(name: &str, read_only: bool) -> Arc<Disk> {
     let (name, serial, filters) = (name.to_string(), String::new(), Vec::new());
     let options = DiskOptions {
         name,
@@ -75,7 +79,7 @@ impl Paired {
 
     fn connect(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
-        ours.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        ours.set_read_timeout(Some(LIMIT)).unwrap();
         deal_out(&self.server.shared, &self.server.reactors, theirs.into());
         ours
     }
@@ -151,7 +155,7 @@ fn a_client_is_undecided_until_it_has_chosen_an_export_or_has_gone() {
     drop(two);
     let began = Instant::now();
     while undecided() > 0 {
-        assert!(began.elapsed() < Duration::from_secs(60), "the client is not forgotten");
+        assert!(began.elapsed() < LIMIT, "the client is not forgotten");
         std::thread::yield_now();
     }
     one.reads();
@@ -202,7 +206,7 @@ fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
         began.send(()).unwrap();
         let _ = released.recv();
     });
-    busy.recv().unwrap();
+    busy.recv_timeout(LIMIT).unwrap();
     client.send_with(&Client::read_of(0, 512), &[lingers.as_fd()]).unwrap();
     drop((lingers, release));
     assert!(
@@ -217,7 +221,8 @@ fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
     );
     drop((other_client, other));
     // The reactor replies, so no close blocks it.
-    reactors.next().ask(|_, reply| reply.send(())).unwrap();
+    let answer = reactors.next().ask_later(|_, reply| reply.send(()));
+    answer.until(Instant::now() + LIMIT).unwrap();
 }
 
 /// A task on the same reactor counts the reads of each iteration.
@@ -249,7 +254,7 @@ fn requests_that_complete_at_once_leave_time_to_others() {
     let pipeline: Vec<u8> = (0..READS).flat_map(|n| Client::read_of(n % 256 * LEN, LEN)).collect();
     client.0.write_all(&pipeline).unwrap();
     (0..READS).for_each(|_| client.take_read(LEN as usize));
-    let most = most.recv().unwrap();
+    let most = most.recv_timeout(LIMIT).unwrap();
     // Two iterations may pass between two checks. Each iteration takes at most 1 MiB (16 reads of
     // 64 KiB) and one further read.
     assert!(most <= 2 * 17, "{most} reads of 64 KiB between two checks");

@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 
 use blockyard_disk::{ConnectedClient, Disk, OnEnospc};
 use blockyard_image::SECTOR;
-use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
+use blockyard_ring::ublk::abi::{self, DeviceInfo};
 use blockyard_ring::ublk::{self, Control, Device, NumberLock, QueueError};
 use rustix::io::Errno;
 
@@ -40,17 +40,12 @@ use crate::export::{LongestHold, Obstacle, STOP_TIME};
 use crate::vhost_user::QueueShape;
 use crate::{Client, Export, Handed, Reactors};
 pub use error::{UblkError, is_too_old};
-use files::{can_zero_copy, has_files, memory_alignment};
+use files::{can_zero_copy, memory_alignment};
 use queue::{QueueHandle, Shared};
 use removal::{delete, is_left, stop_unused};
 pub use removal::{remove, remove_left};
 pub use takeover::{PARCELS, number_in};
 pub use users::{KIND, answer, user_of};
-
-/// Maximum number of bytes of a request with zero copy.
-const MAX_IO: u32 = 1 << 20;
-/// Maximum number of bytes of a request without zero copy. Each tag has a buffer of this size.
-const MAX_IO_COPIED: u32 = 512 << 10;
 
 /// Longest wait for a device node, or for the end of a server that was killed.
 const MAX_WAIT: Duration = Duration::from_secs(5);
@@ -232,28 +227,14 @@ impl Ublk {
     }
 
     fn add_device(&mut self, options: &UblkOptions, zero_copy: bool) -> Result<(), UblkError> {
-        let always = abi::F_CMD_IOCTL_ENCODE | abi::F_USER_RECOVERY | abi::F_USER_RECOVERY_REISSUE;
-        let copies_none = abi::F_SUPPORT_ZERO_COPY | abi::F_AUTO_BUF_REG | abi::F_USER_COPY;
-        let zero_copy = zero_copy
-            && self.features & copies_none == copies_none
-            && can_zero_copy(&self.shared.disk);
-        let sometimes = abi::F_UPDATE_SIZE | abi::F_QUIESCE | abi::F_SAFE_STOP_DEV;
-        let mut want = DeviceInfo {
-            queues: options.shape.queues,
-            depth: options.shape.size.min(abi::MAX_DEPTH),
-            max_io_bytes: if zero_copy { MAX_IO } else { MAX_IO_COPIED },
-            id: options.id.unwrap_or(u32::MAX),
-            flags: always | sometimes & self.features | if zero_copy { copies_none } else { 0 },
-            note: takeover::note(options),
-            ..DeviceInfo::default()
-        };
+        let zero_copy = zero_copy && can_zero_copy(&self.shared.disk);
+        let mut want = params::device(options, self.features, zero_copy);
         let mut added = self.add_when_free(&want);
         if matches!(&added, Err(e) if Errno::from_io_error(e) == Some(Errno::PERM)) {
             if self.shared.disk.options().on_enospc == OnEnospc::Pause {
                 return Err(UblkError::Pauses);
             }
-            want.flags = want.flags & !copies_none | abi::F_UNPRIVILEGED_DEV;
-            want.max_io_bytes = MAX_IO_COPIED;
+            want = params::unprivileged(want);
             added = self.add_when_free(&want);
         }
         self.device.id = want.id;
@@ -307,8 +288,9 @@ impl Ublk {
     fn take_over(&mut self, reactors: &Reactors) -> Result<(), UblkError> {
         let params =
             self.control.params(&self.device).map_err(self.error("cannot read its parameters"))?;
-        self.check_takeover(&params)
+        let durable = takeover::check(&self.shared.disk, self.zero_copy(), &params)
             .map_err(self.error("this disk cannot take it over (blockyard detach removes it)"))?;
+        self.shared.durable.store(durable, Ordering::SeqCst);
         if takeover::has_vacant_queues() {
             let vacant =
                 ublk::fill_vacant(self.open()?).map_err(self.error("cannot take it over"))?;
@@ -330,38 +312,6 @@ impl Ublk {
         if params.basic.sectors != self.shared.disk.capacity() / SECTOR {
             self.set_size();
         }
-        Ok(())
-    }
-
-    /// Returns an error if the image cannot keep the properties that the kernel got when the device
-    /// was made.
-    fn check_takeover(&self, params: &Params) -> io::Result<()> {
-        let disk = &self.shared.disk;
-        let refuse = |what: &str| Err(io::Error::other(what.to_string()));
-        if self.zero_copy() && !has_files(disk) {
-            return refuse(
-                "it uses zero copy, and the image cannot (it must be in files of this host)",
-            );
-        }
-        if self.zero_copy()
-            && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed)
-        {
-            return refuse("the image needs a larger alignment of memory than the device has");
-        }
-        if disk.options().read_only && params.basic.attrs & abi::ATTR_READ_ONLY == 0 {
-            return refuse("it is writable, and the disk is read-only now");
-        }
-        let (bytes, image) = (params.basic.sectors * SECTOR, disk.capacity() / SECTOR * SECTOR);
-        if image < bytes {
-            return refuse(&format!("it has {bytes} bytes, and the image has {image} now"));
-        }
-        if 1 << params.basic.logical_shift < disk.source().logical_block() {
-            return refuse("its blocks are smaller than the image's");
-        }
-        // The kernel sends no flushes to a device without a write cache, so each write must be
-        // durable.
-        let flushes = params.basic.attrs & abi::ATTR_VOLATILE_CACHE != 0;
-        self.shared.durable.store(!flushes || !disk.options().cache.write_back(), Ordering::SeqCst);
         Ok(())
     }
 

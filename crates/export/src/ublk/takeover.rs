@@ -8,11 +8,14 @@ use std::io;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
+use blockyard_disk::Disk;
+use blockyard_image::SECTOR;
 use blockyard_ring::parcel::Parcel;
-use blockyard_ring::ublk::abi::{self, DeviceInfo};
+use blockyard_ring::ublk::abi::{self, DeviceInfo, Params};
 use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
 
+use super::files::{has_files, memory_alignment};
 use super::{MAX_WAIT, UblkError, UblkOptions};
 use crate::export::GRACE;
 use crate::fingerprint;
@@ -28,6 +31,34 @@ pub(super) fn parcel(id: u32) -> Parcel {
 /// Returns the number of the device that another server has handed over.
 pub fn number_in(parcel: &Parcel) -> Option<u32> {
     Some(u32::from_le_bytes(parcel.bytes.as_slice().try_into().ok()?))
+}
+
+/// Checks that the image can keep the properties that the kernel got when the device was made.
+/// Returns whether each write must be durable before its answer.
+pub(super) fn check(disk: &Disk, zero_copy: bool, params: &Params) -> io::Result<bool> {
+    let refuse = |what: &str| Err(io::Error::other(what.to_string()));
+    if zero_copy && !has_files(disk) {
+        return refuse(
+            "it uses zero copy, and the image cannot (it must be in files of this host)",
+        );
+    }
+    if zero_copy && memory_alignment(disk).is_some_and(|needed| params.memory_alignment() < needed)
+    {
+        return refuse("the image needs a larger alignment of memory than the device has");
+    }
+    if disk.options().read_only && params.basic.attrs & abi::ATTR_READ_ONLY == 0 {
+        return refuse("it is writable, and the disk is read-only now");
+    }
+    let (bytes, image) = (params.basic.sectors * SECTOR, disk.capacity() / SECTOR * SECTOR);
+    if image < bytes {
+        return refuse(&format!("it has {bytes} bytes, and the image has {image} now"));
+    }
+    if 1 << params.basic.logical_shift < disk.source().logical_block() {
+        return refuse("its blocks are smaller than the image's");
+    }
+    // The kernel sends no flushes to a device without a write cache, so each write must be durable.
+    let flushes = params.basic.attrs & abi::ATTR_VOLATILE_CACHE != 0;
+    Ok(!flushes || !disk.options().cache.write_back())
 }
 
 /// A number that no device has. A server holds the lock on this number while it adds a device.
@@ -279,6 +310,10 @@ fn listed() -> Vec<u32> {
 
 #[cfg(test)]
 mod tests {
+    use blockyard_disk::{DiskOptions, Source};
+    use blockyard_image::{CacheMode, ChainOptions};
+
+    use super::super::params::params;
     use super::*;
     use crate::vhost_user::QueueShape;
 
@@ -289,6 +324,66 @@ mod tests {
             identity: identity.into(),
             file,
             earlier: Vec::new(),
+        }
+    }
+
+    fn disk(bytes: u64, read_only: bool, cache: CacheMode) -> Disk {
+        let options = DiskOptions {
+            name: "disk".into(),
+            serial: String::new(),
+            read_only,
+            cache,
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        let source = Source::open(&ChainOptions::new(format!("ram:{bytes}"))).unwrap();
+        Disk::new(options, source)
+    }
+
+    /// A file system on the device relies on what its kernel heard when the device was made.
+    #[test]
+    fn a_disk_that_cannot_keep_its_promises_takes_no_device_over() {
+        let before = disk(1 << 20, false, CacheMode::None);
+        let device = params(&before, 1 << 20, None);
+        assert!(!check(&before, false, &device).unwrap(), "flushes make writes durable");
+        let why = |disk: &Disk, zero_copy, params: &Params| {
+            check(disk, zero_copy, params).unwrap_err().to_string()
+        };
+        let read_only = disk(1 << 20, true, CacheMode::None);
+        let expected = "it is writable, and the disk is read-only now";
+        assert_eq!(why(&read_only, false, &device), expected);
+        assert!(check(&read_only, false, &params(&read_only, 1 << 20, None)).is_ok());
+        let smaller = disk((1 << 20) - 512, false, CacheMode::None);
+        let expected = "it has 1048576 bytes, and the image has 1048064 now";
+        assert_eq!(why(&smaller, false, &device), expected);
+        assert!(check(&disk(2 << 20, false, CacheMode::None), false, &device).is_ok());
+        let mut fine = device;
+        fine.basic.logical_shift = 0;
+        assert_eq!(why(&before, false, &fine), "its blocks are smaller than the image's");
+        assert!(why(&before, true, &device).starts_with("it uses zero copy"), "in memory");
+    }
+
+    #[test]
+    fn writes_are_durable_if_the_kernel_or_the_disk_has_no_write_cache() {
+        let (cached, through) = (CacheMode::None, CacheMode::Writethrough);
+        for (made, now, durable) in [
+            (cached, cached, false),
+            (cached, through, true),
+            // The kernel sends no flushes to this device.
+            (through, cached, true),
+            (through, through, true),
+        ] {
+            let device = params(&disk(1 << 20, false, made), 1 << 20, None);
+            let checked = check(&disk(1 << 20, false, now), false, &device).unwrap();
+            assert_eq!(checked, durable, "{made} {now}");
+        }
+    }
+
+    #[test]
+    fn the_next_server_gets_the_number_of_the_device() {
+        assert_eq!(number_in(&parcel(7)), Some(7));
+        for bytes in [vec![], vec![1, 2, 3], vec![0; 5]] {
+            assert_eq!(number_in(&Parcel { bytes, fds: Vec::new() }), None);
         }
     }
 

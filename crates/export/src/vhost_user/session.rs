@@ -17,6 +17,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use blockyard_ring::{GuestMemory, MEMORY_SLOTS, Mapper, MemoryAlarm, MemoryError};
 use vhost::vhost_user::message::{
@@ -43,6 +44,9 @@ use crate::{custody, keeper};
 const NO_CALL: &str =
     "a call or error notifier that is neither an eventfd nor a Unix stream socket";
 
+/// Waits for a time, or for a signal on the eventfd.
+type Pause = Box<dyn Fn(&OwnedFd, Duration) + Send>;
+
 /// A session. Only one thread uses it.
 pub struct Session {
     pub(super) export: Arc<Shared>,
@@ -58,6 +62,8 @@ pub struct Session {
     pub(super) alarm: Arc<MemoryAlarm>,
     /// An eventfd that is signalled when the session must end.
     wake: Arc<OwnedFd>,
+    /// How the session waits before a ring starts. Tests replace it.
+    pause: Pause,
     /// The mapped memory table.
     pub(super) memory: GuestMemory,
     /// The log already says that the guest memory is in a file on a disk.
@@ -101,6 +107,7 @@ impl Session {
             mapper: export.mapper.with_alarm(alarm.clone()),
             alarm,
             wake,
+            pause: Box::new(starting::pause),
             shape: export.shape,
             memory: GuestMemory::default(),
             named_disk: false,

@@ -60,7 +60,8 @@ fn stop_waits_until_the_session_has_ended() {
 
 #[test]
 fn a_descriptor_that_does_not_close_does_not_block_stop() {
-    stops_beside_a_blocked_close("linger", SHORT, STOP_TIME);
+    // The test hangs if only the deadline ends the stop.
+    stops_beside_a_blocked_close("linger", SHORT, Duration::from_secs(3600));
 }
 
 #[test]

@@ -585,3 +585,6 @@ pub fn detach(
     }
     Ok(true)
 }
+
+#[cfg(test)]
+mod tests;

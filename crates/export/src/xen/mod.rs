@@ -49,7 +49,7 @@ pub mod parts {
     pub use crate::log::Log;
 }
 
-use crate::export::STOP_TIME;
+use crate::export::{GRACE, STOP_TIME};
 use crate::{Client, Export, Reactors};
 use claim::{Claim, images};
 use device::Device;
@@ -321,7 +321,7 @@ impl Export for Xen {
     }
 
     fn stop(&mut self, deadline: Instant) {
-        *self.control.deadline() = Some(deadline);
+        *self.control.deadline() = Some(deadline.max(Instant::now() + GRACE));
         self.control.stop.store(true, Ordering::SeqCst);
         self.control.ring();
         if let Some(thread) = self.thread.take() {

@@ -572,3 +572,6 @@ impl Shape {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

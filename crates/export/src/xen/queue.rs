@@ -565,3 +565,6 @@ impl Queue {
         stopping
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -536,3 +536,6 @@ impl<F: Fn(Wanted)> Watcher<F> {
 fn is_of_path(byte: u8) -> bool {
     byte.is_ascii_alphanumeric() || b"-/_@".contains(&byte)
 }
+
+#[cfg(test)]
+mod tests;

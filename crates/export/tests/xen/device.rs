@@ -15,7 +15,7 @@ use blockyard_image::{CacheMode, ChainOptions};
 use blockyard_ring::xen::{Host, Node};
 use blockyard_storage::sim::Journal;
 
-use crate::guest::{Guest, Setup, disk_with, options, soon};
+use crate::guest::{Guest, LIMIT, Setup, disk_with, options, soon, until};
 
 const BACK: &str = "/local/domain/0/backend/blockyard/7/51712";
 const FRONT: &str = "/local/domain/7/device/vbd/51712";
@@ -146,9 +146,7 @@ fn requests_that_a_killed_server_may_have_completed_are_not_repeated() {
     };
     lose(&mut front);
     let mut export = setup.start_of(&setup.disk, recorded()).unwrap();
-    while export.clients().is_empty() {
-        std::thread::yield_now();
-    }
+    until("the front end is connected", || !export.clients().is_empty());
     assert_eq!(front.done(3, FLUSH, 0, &[]), 0);
     export.stop(soon());
     // A server of an earlier version leaves neither a note nor a record here.
@@ -248,9 +246,7 @@ fn a_server_does_not_change_a_later_device_of_the_same_name() {
     let other = setup.beside();
     let host = Host::Machine(setup.machine.clone());
     xen::detach(&host, 7, "xvda".parse().unwrap(), true, Duration::ZERO).unwrap();
-    while !export.clients().is_empty() {
-        std::thread::yield_now();
-    }
+    until("the front end is disconnected", || export.clients().is_empty());
     let _second = other.start();
     let made = store.read(&format!("{BACK}/incarnation")).unwrap();
     assert!(made.is_some());
@@ -274,9 +270,7 @@ fn a_server_that_finds_another_device_ends_without_a_change() {
         t.write(&format!("{FRONT}/state"), 5)
     });
     done.unwrap();
-    while !setup.ended.load(Ordering::SeqCst) {
-        std::thread::yield_now();
-    }
+    until("the device has ended", || setup.ended.load(Ordering::SeqCst));
     export.stop(soon());
     assert_eq!((front.back("state").as_deref(), front.mapped()), (Some("1"), 0));
 }
@@ -443,8 +437,9 @@ fn a_guest_cannot_make_the_server_hold_hundreds_of_megabytes() {
         front.put(0, id, 0, [INDIRECT, WRITE, 0, 1], &rest);
     }
     // Each request needs 257 copies, which are 1 MiB in total.
-    let (mut most, mut answered) = (0, 0);
+    let (mut most, mut answered, began) = (0, 0, Instant::now());
     while answered < REQUESTS {
+        assert!(began.elapsed() < LIMIT, "{answered} answers");
         let taken = front.front.domain.counts().copied / 257;
         most = most.max(taken.saturating_sub(answered + u64::from(front.rings[0].ready())));
         while let Some(answer) = front.rings[0].pop() {

@@ -22,6 +22,16 @@ pub fn soon() -> Instant {
     Instant::now() + LIMIT
 }
 
+/// Waits until `happens` returns true.
+#[track_caller]
+pub fn until(what: &str, mut happens: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !happens() {
+        assert!(began.elapsed() < LIMIT, "not within {LIMIT:?}: {what}");
+        std::thread::yield_now();
+    }
+}
+
 /// A back end: machine, reactor and disk.
 pub struct Setup {
     pub machine: Arc<Machine>,
@@ -70,11 +80,7 @@ impl Setup {
 
     /// Waits for the first warning.
     pub fn wait_for_line(&self) {
-        let deadline = Instant::now() + LIMIT;
-        while self.lines().is_empty() {
-            assert!(Instant::now() < deadline, "there is no warning in the log");
-            std::thread::yield_now();
-        }
+        until("there is a warning in the log", || !self.lines().is_empty());
     }
 }
 

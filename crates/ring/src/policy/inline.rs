@@ -110,9 +110,9 @@ mod tests {
         assert!(policy(true).suits(LONGEST) && !policy(true).suits(LONGEST + 1));
     }
 
-    /// A seeded trace of writes: every hundredth to three hundredth one blocks for up to 5 ms, as on
-    /// the limit of dirty pages. The reactor is blocked for at most a twentieth of the time, and
-    /// still makes a tenth of the writes that suit.
+    /// A seeded trace of writes: every hundredth to three hundredth one blocks for up to 5 ms, as
+    /// on the limit of dirty pages. The reactor is blocked for at most a twentieth of the time,
+    /// and still makes a tenth of the writes that suit.
     #[test]
     fn the_reactor_makes_writes_and_is_blocked_for_a_small_part_of_the_time() {
         for seed in 1..20u64 {

@@ -20,8 +20,8 @@
 //! writes that may be lost are never reported as durable.
 
 use std::io;
-use std::rc::Rc;
 use std::path::PathBuf;
+use std::rc::Rc;
 use std::sync::Arc;
 
 use blockyard_nbd::uri::{self, Host, Uri};

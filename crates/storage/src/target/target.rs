@@ -134,9 +134,9 @@ pub struct Target {
 #[derive(Clone, Copy)]
 pub(super) struct ProgramCalls {
     /// Stops the conversation with the program, and packs it for another server.
-    pub hand_over: fn() -> Boxed<'static, io::Result<Parcel>>,
+    pub(super) hand_over: fn() -> Boxed<'static, io::Result<Parcel>>,
     /// Makes this server the program's owner.
-    pub own: fn(),
+    pub(super) own: fn(),
 }
 
 impl Target {

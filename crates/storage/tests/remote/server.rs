@@ -6,7 +6,7 @@ use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
-use std::sync::mpsc::Receiver;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
@@ -88,8 +88,10 @@ impl Idle {
 pub struct Server {
     path: PathBuf,
     thread: Option<JoinHandle<()>>,
-    /// Number of accepted connections.
+    /// Number of connections that the server has served.
     pub connections: Arc<AtomicUsize>,
+    /// Number of connections that the client has made, also while the server serves another one.
+    pub attempts: Arc<AtomicUsize>,
     pub idle: Idle,
     ended: Arc<Mutex<bool>>,
 }
@@ -109,13 +111,25 @@ impl Server {
         let connections = Arc::new(AtomicUsize::new(0));
         let ended = Arc::new(Mutex::new(false));
         let idle = Idle::default();
+        let attempts = Arc::new(AtomicUsize::new(0));
         let (count, stop, ends) = (connections.clone(), ended.clone(), idle.clone());
+        let (accepted, streams) = channel();
+        let (attempted, is_over) = (attempts.clone(), ended.clone());
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                attempted.fetch_add(1, Ordering::SeqCst);
+                let last = *is_over.lock().unwrap();
+                if accepted.send(stream).is_err() || last {
+                    return;
+                }
+            }
+        });
         let bytes = (0..SIZE).map(|at| (at / 512 % 251) as u8).collect();
         let thread = std::thread::spawn(move || {
             let written = Vec::new();
             let (size, flags) = (SIZE, FLUSH_TRIM_ZEROES);
             let mut disk = Disk { headers, size, flags, bytes, written, minimum: 0, hasty: None };
-            for stream in listener.incoming() {
+            for stream in streams {
                 if *stop.lock().unwrap() {
                     return;
                 }
@@ -126,7 +140,7 @@ impl Server {
                 ends.is_over();
             }
         });
-        Server { path, thread: Some(thread), connections, idle, ended }
+        Server { path, thread: Some(thread), connections, attempts, idle, ended }
     }
 
     pub fn uri(&self) -> String {

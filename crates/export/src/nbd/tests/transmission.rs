@@ -266,7 +266,7 @@ fn a_stop_disconnects_a_client_that_does_not_read() {
         offer.stop(Instant::now());
         ended.send(()).unwrap();
     });
-    end.recv_timeout(Duration::from_secs(60)).expect("the export ends");
+    end.recv_timeout(LIMIT).expect("the export ends");
     let mut rest = 0;
     while let Ok(count @ 1..) = deaf.stream.read(&mut [0; 4096]) {
         rest += count as u64;
@@ -295,7 +295,9 @@ fn clients_that_hold_all_buffers_block_only_large_requests() {
     let mut large = Asker::new(&server, Headers::Simple);
     let mut held: Vec<Asker> = (0..24).map(|_| Asker::new(&server, Headers::Simple)).collect();
     held.iter_mut().for_each(|asker| asker.send(cmd::READ, 0, 0, SIZE, &[]));
+    let began = Instant::now();
     while !is_short() {
+        assert!(began.elapsed() < LIMIT, "no request waits for memory");
         std::thread::yield_now();
     }
     large.send(cmd::READ, 0, 4096, 4 << 20, &[]);

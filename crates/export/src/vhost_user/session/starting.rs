@@ -126,7 +126,7 @@ impl Session {
         let _wait = self.export.own_wait();
         let time = self.device.wait_before_start(Instant::now());
         if !time.is_zero() && !self.export.stop.load(Ordering::SeqCst) {
-            pause(&self.wake, time);
+            (self.pause)(&self.wake, time);
         }
     }
 
