@@ -36,16 +36,29 @@ pub(crate) struct FileIo {
 
 /// Counts the I/O of an image's files.
 struct Metered {
-    meter: Rc<Meter>,
+    counter: Counter,
     /// I/O that a request caused, or that the throttle has charged already. All other I/O comes
     /// from the image's own tasks and is not charged yet.
     accounted: Cell<FileIo>,
 }
 
+/// What knows the number of operations and of bytes.
+enum Counter {
+    Files(Rc<Meter>),
+    /// Counts the I/O of a simulated disk.
+    #[cfg(test)]
+    Test(Box<dyn Fn() -> (u64, u64)>),
+}
+
 impl Metered {
     /// Returns the I/O that the files have begun so far.
+    #[inline]
     fn done(&self) -> FileIo {
-        let (operations, bytes) = self.meter.counted();
+        let (operations, bytes) = match &self.counter {
+            Counter::Files(meter) => meter.counted(),
+            #[cfg(test)]
+            Counter::Test(count) => count(),
+        };
         FileIo { operations, bytes }
     }
 }
@@ -79,7 +92,7 @@ impl CurrentImage {
         }
         let meter = Rc::new(Meter::default());
         let backend = Backend::open(&handle.metered(&meter), source)?;
-        let metered = Metered { meter, accounted: Cell::default() };
+        let metered = Metered { counter: Counter::Files(meter), accounted: Cell::default() };
         metered.accounted.set(metered.done());
         Ok(CurrentImage { backend, tracker, metered: Some(metered) })
     }
@@ -87,6 +100,14 @@ impl CurrentImage {
     /// Returns an image whose I/O is not counted.
     pub(crate) fn unmetered(backend: Backend) -> Self {
         CurrentImage { backend, tracker: None, metered: None }
+    }
+
+    /// Returns an image of which `count` returns the operations and bytes so far.
+    #[cfg(test)]
+    pub(crate) fn counted(backend: Backend, count: impl Fn() -> (u64, u64) + 'static) -> Self {
+        let (counter, accounted) = (Counter::Test(Box::new(count)), Cell::default());
+        let metered = Some(Metered { counter, accounted });
+        CurrentImage { backend, tracker: None, metered }
     }
 
     /// Returns whether a request may begin. If not, it must wait for [`CurrentImage::must_wait`].
@@ -143,7 +164,10 @@ impl CurrentImage {
 
     /// Returns the figures of the write policies for the files of this image.
     pub(crate) fn writes(&self) -> WriteFigures {
-        self.metered.as_ref().map_or_else(WriteFigures::default, |metered| metered.meter.writes())
+        match self.metered.as_ref().map(|metered| &metered.counter) {
+            Some(Counter::Files(meter)) => meter.writes(),
+            _ => WriteFigures::default(),
+        }
     }
 
     /// Returns an image that fails every request.

@@ -39,6 +39,7 @@ mod once_a_second;
 mod pause;
 mod quiesce;
 mod quiesced;
+mod replies;
 mod request;
 mod statistics;
 mod throttle;

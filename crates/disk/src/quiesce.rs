@@ -9,8 +9,9 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::poll_fn;
-use std::sync::mpsc;
 use std::task::{Poll, Waker};
+
+use crate::replies::Replier;
 
 /// The count of requests in flight on one reactor, and the requests that wait for the end of a
 /// quiesce.
@@ -19,12 +20,9 @@ pub struct Quiesce {
     in_flight: Cell<u64>,
     is_quiesced: Cell<bool>,
     waiting: RefCell<Vec<Waker>>,
-    /// Receives a message when no request is in flight.
-    when_drained: RefCell<Option<mpsc::Sender<Reply>>>,
+    /// Sends a reply when no request is in flight.
+    when_drained: RefCell<Option<Replier>>,
 }
-
-/// Reply of a reactor to the thread that quiesces the disk.
-pub(crate) type Reply = std::io::Result<()>;
 
 /// Counts a request as in flight until it is dropped.
 pub struct InFlightGuard<'a>(&'a Quiesce);
@@ -70,7 +68,7 @@ impl Quiesce {
     }
 
     /// Holds new requests, and replies once no request is in flight.
-    pub(crate) fn start(&self, when_drained: Option<mpsc::Sender<Reply>>) {
+    pub(crate) fn start(&self, when_drained: Option<Replier>) {
         self.is_quiesced.set(true);
         *self.when_drained.borrow_mut() = when_drained;
         self.reply_if_drained();
@@ -89,7 +87,7 @@ impl Quiesce {
         if self.in_flight.get() == 0
             && let Some(reply) = self.when_drained.borrow_mut().take()
         {
-            let _ = reply.send(Ok(()));
+            reply.send(Ok(()));
         }
     }
 }

@@ -6,23 +6,25 @@
 //!   each reactor     requests in flight end │ new ones wait            │ continue on the new one
 //! ```
 //!
-//! In: a call from a thread that is no reactor. Out: a period without requests in flight.
+//! In: a call from a task of a control thread's own reactor. Out: a period without requests in
+//! flight.
 //!
 //! What must hold: every request that begins before the quiesce ends before [`Disk::quiesce`]
 //! returns. Every other request begins after the quiesce. The quiesce ends in every case, also
 //! after an error.
 
+use std::io;
 use std::rc::Rc;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use blockyard_ring::Handle;
+use blockyard_ring::{Executor, Handle};
 
 use crate::backend::Source;
 use crate::current_image::CurrentImage;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
-use crate::quiesce::Reply;
+use crate::replies::{Replier, replies};
 use crate::tracker::Tracker;
 
 /// Longest time that a quiesce waits for the requests in flight. New requests are held back during
@@ -35,12 +37,16 @@ pub enum QuiesceError {
     #[error("requests in flight have not ended within {} s", PATIENCE.as_secs())]
     Patience,
     #[error("a reactor cannot open the image")]
-    Reactor(#[source] std::io::Error),
+    Reactor(#[source] io::Error),
+    #[error("cannot create a ring for the quiesce")]
+    Ring(#[source] io::Error),
 }
 
 /// A quiesced disk: no request is in flight. Dropping this ends the quiesce.
 pub struct QuiescedDisk {
     disk: Arc<Disk>,
+    /// The reactor of the control thread.
+    handle: Handle,
     since: Instant,
     /// Reason of the quiesce, for the log.
     purpose: &'static str,
@@ -48,32 +54,52 @@ pub struct QuiescedDisk {
 
 impl Disk {
     /// Quiesces the disk: waits until no request is in flight. `purpose` appears in the log.
+    /// `handle`: the reactor of the caller's task. It must not be one that other tasks block.
     ///
-    /// Must not run on a reactor, which would wait for itself. Only one quiesce may run at a time:
-    /// the caller holds the lock of [`Disk::begin_work`]. Public for tests of the exports.
+    /// Only one quiesce may run at a time: the caller holds the lock of [`Disk::begin_work`].
+    pub(crate) async fn quiesce_on(
+        self: &Arc<Self>,
+        handle: &Handle,
+        purpose: &'static str,
+    ) -> Result<QuiescedDisk, QuiesceError> {
+        let (disk, handle, since) = (self.clone(), handle.clone(), handle.read_clock());
+        let quiesced = QuiescedDisk { disk, handle, since, purpose };
+        self.serving_state().quiesced = true;
+        quiesced
+            .each(|local_disk, _, reply| {
+                local_disk.stop_discards();
+                local_disk.quiesce.start(Some(reply))
+            })
+            .await?;
+        Ok(quiesced)
+    }
+
+    /// Like [`Disk::quiesce_on`], on a thread that is no reactor. For tests of the exports.
     #[doc(hidden)]
     pub fn quiesce(self: &Arc<Self>, purpose: &'static str) -> Result<QuiescedDisk, QuiesceError> {
-        let quiesced = QuiescedDisk { disk: self.clone(), since: Instant::now(), purpose };
-        self.serving_state().quiesced = true;
-        quiesced.each(|local_disk, _, reply| {
-            local_disk.stop_discards();
-            local_disk.quiesce.start(Some(reply))
-        })?;
-        Ok(quiesced)
+        let executor = Executor::new().map_err(QuiesceError::Ring)?;
+        let (disk, handle) = (self.clone(), executor.handle().clone());
+        let quiesced = executor.block_on(async move { disk.quiesce_on(&handle, purpose).await });
+        quiesced.map_err(QuiesceError::Ring)?
     }
 }
 
 impl QuiescedDisk {
     /// Exchanges the image on all reactors, or on none if one of them cannot open the new image.
     /// `tracker`: what a job has to know of requests that change the disk from now on.
-    pub fn exchange(&self, source: &Source, tracker: Option<&Tracker>) -> Result<(), QuiesceError> {
+    pub(crate) async fn exchange(
+        &self,
+        source: &Source,
+        tracker: Option<&Tracker>,
+    ) -> Result<(), QuiesceError> {
         let (new, map) = (source.clone(), tracker.cloned());
-        self.each(move |local_disk, handle, reply| {
+        let prepared = self.each(move |local_disk, handle, reply| {
             let image = CurrentImage::open(handle, &new, map.clone());
-            let _ = reply.send(
+            reply.send(
                 image.map(|image| *local_disk.next_image.borrow_mut() = Some(Rc::new(image))),
             );
-        })?;
+        });
+        prepared.await?;
         {
             let mut serving = self.disk.serving_state();
             serving.source = source.clone();
@@ -86,27 +112,28 @@ impl QuiescedDisk {
                 .next_image
                 .take()
                 .map_or_else(|| CurrentImage::open(handle, &new, map.clone()).map(Rc::new), Ok);
-            let gone = |e: &std::io::Error| Rc::new(CurrentImage::gone(e));
+            let gone = |e: &io::Error| Rc::new(CurrentImage::gone(e));
             let (image, answer) =
                 image.map_or_else(|e| (gone(&e), Err(e)), |image| (image, Ok(())));
             local_disk.exchange(image);
-            let _ = reply.send(answer);
+            reply.send(answer);
         });
-        if let Err(e) = exchanged {
+        if let Err(e) = exchanged.await {
             tracing::error!(disk = self.disk.name(), "a reactor has lost the disk: {e}");
         }
         Ok(())
     }
 
     /// Makes every later request fail, because no image is left to serve. `why` explains it.
-    pub fn lose(&self, why: &str) {
+    pub async fn lose(&self, why: &str) {
         let why = why.to_string();
         self.disk.serving_state().source =
             Source::Gone { size: self.disk.capacity(), why: why.clone() };
-        let _ = self.each(move |local_disk, _, reply| {
-            local_disk.exchange(Rc::new(CurrentImage::gone(&std::io::Error::other(why.clone()))));
-            let _ = reply.send(Ok(()));
+        let lost = self.each(move |local_disk, _, reply| {
+            local_disk.exchange(Rc::new(CurrentImage::gone(&io::Error::other(why.clone()))));
+            reply.send(Ok(()));
         });
+        let _ = lost.await;
     }
 
     /// Sets the image that reactors open from now on, and that later work begins with. Reactors
@@ -117,33 +144,22 @@ impl QuiescedDisk {
 
     /// Runs `ask` on every reactor that has the disk open, and waits for all replies. Returns the
     /// first error.
-    fn each(
+    async fn each(
         &self,
-        ask: impl Fn(&LocalDisk, &Handle, mpsc::Sender<Reply>) + Clone + Send + 'static,
+        ask: impl Fn(&LocalDisk, &Handle, Replier) + Clone + Send + 'static,
     ) -> Result<(), QuiesceError> {
-        let (sender, answers) = mpsc::channel();
-        let until = Instant::now() + PATIENCE;
+        let (replier, answers) = replies();
         for reactor in self.disk.serving_state().reactors.clone() {
-            let (disk, sender, ask) = (self.disk.clone(), sender.clone(), ask.clone());
+            let (disk, replier, ask) = (self.disk.clone(), replier.clone(), ask.clone());
             reactor.run(move |handle| {
                 if let Some(local_disk) = LocalDisk::known(handle, &disk) {
-                    ask(&local_disk, handle, sender);
+                    ask(&local_disk, handle, replier);
                 }
             });
         }
-        // Once this sender is dropped, a disconnected channel means that all reactors have replied
-        // or ended.
-        drop(sender);
-        let mut failed = None;
-        loop {
-            match answers.recv_timeout(until.saturating_duration_since(Instant::now())) {
-                Ok(Ok(())) => {}
-                Ok(Err(e)) => failed = failed.or(Some(e)),
-                Err(mpsc::RecvTimeoutError::Disconnected) => break,
-                Err(mpsc::RecvTimeoutError::Timeout) => return Err(QuiesceError::Patience),
-            }
-        }
-        failed.map_or(Ok(()), |e| Err(QuiesceError::Reactor(e)))
+        // The replies are complete when all reactors have replied or ended.
+        drop(replier);
+        answers.all(&self.handle, PATIENCE).await
     }
 }
 
@@ -159,7 +175,7 @@ impl Drop for QuiescedDisk {
                 }
             });
         }
-        let time = self.since.elapsed();
+        let time = self.handle.read_clock().saturating_duration_since(self.since);
         self.disk.note_held_back(time);
         let ms = time.as_secs_f64() * 1e3;
         tracing::info!(

@@ -40,7 +40,7 @@ pub fn sched_time() -> Time {
     time_of(Instant::now())
 }
 
-fn time_of(at: Instant) -> Time {
+pub(crate) fn time_of(at: Instant) -> Time {
     static START: OnceLock<Instant> = OnceLock::new();
     // Add one second, because a time field that was never set is 0 and must be in the past.
     at.saturating_duration_since(*START.get_or_init(Instant::now)).as_nanos() as u64 + 1_000_000_000

@@ -114,6 +114,10 @@ impl ImageFile {
     pub fn storage(&self, handle: &Handle) -> io::Result<Store> {
         Ok(match &self.medium {
             Medium::File(fd) => {
+                let simulated = self.journal.as_ref().and_then(Journal::files);
+                if let Some(files) = simulated {
+                    return files.storage(&self.path, &**fd);
+                }
                 let (file, geometry) = (UringFile::new(handle, fd.clone())?, self.geometry);
                 let file = HostFile { file, geometry, capabilities: self.capabilities };
                 match &self.journal {

@@ -19,12 +19,13 @@ use std::thread::Builder;
 use std::time::{Duration, Instant};
 
 use blockyard_image::{ChainOptions, ImageFile, Overlaid};
-use blockyard_ring::{LockedFile, threads};
+use blockyard_ring::{Executor, LockedFile, threads};
 
 use super::{Kind, Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::{InactiveImage, Source, SourceError};
 use crate::disk::Disk;
 use crate::leaving::Leaving;
+use crate::quiesced::QuiesceError;
 
 /// Longest wait for an image that another process has locked, and for other work on the disk. The
 /// source of a migration releases the image before the destination's guest runs.
@@ -72,14 +73,24 @@ impl Disk {
         let source = self.open_unlocked(&options, goes_on).map_err(|e| error(Why::Source(e)))?;
         // The image may have been resized elsewhere.
         self.set_capacity(source.capacity());
-        let quiesced = self.quiesce("activation").map_err(|e| error(e.into()))?;
-        quiesced.exchange(&source, None).map_err(|e| error(e.into()))?;
-        drop(quiesced);
+        self.exchange_now(&source).map_err(|e| error(e.into()))?;
         let image = source
             .chain()
             .map_or_else(|| options.path.display().to_string(), |chain| chain.describe());
         tracing::info!(disk = self.name(), "activated: opened {image}");
         Ok(())
+    }
+
+    /// Exchanges the image on all reactors.
+    fn exchange_now(self: &Arc<Self>, source: &Source) -> Result<(), QuiesceError> {
+        let executor = Executor::new().map_err(QuiesceError::Ring)?;
+        let (disk, handle) = (self.clone(), executor.handle().clone());
+        let source = source.clone();
+        let exchanged = executor.block_on(async move {
+            let quiesced = disk.quiesce_on(&handle, "activation").await?;
+            quiesced.exchange(&source, None).await
+        });
+        exchanged.map_err(QuiesceError::Ring)?
     }
 
     fn wait_for_work(&self, goes_on: impl Fn() -> bool) -> Result<MutexGuard<'_, ()>, Why> {
@@ -219,7 +230,7 @@ impl Worker {
             return Ok(());
         }
         let local_disk = self.local_disk(&source)?;
-        let quiesced = self.disk.quiesce("deactivation")?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "deactivation").await?;
         self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
         if let Some(options) = &self.disk.activation {
@@ -234,7 +245,7 @@ impl Worker {
             }
         }
         let image = Source::Inactive(Arc::new(InactiveImage::of(&source)));
-        quiesced.exchange(&image, None)?;
+        quiesced.exchange(&image, None).await?;
         Ok(())
     }
 }
@@ -260,6 +271,9 @@ mod tests {
 
     use super::*;
     use crate::DiskOptions;
+
+    /// Longest wait. A test that waits longer hangs.
+    const HANGS: Duration = Duration::from_secs(60);
 
     /// Returns a disk of a raw file that is not open, and the file.
     fn inactive(name: &str) -> (Arc<Disk>, PathBuf) {
@@ -294,7 +308,8 @@ mod tests {
                     (activation, waiting)
                 })
                 .collect();
-            let all_wait = activations.iter().all(|(_, waiting)| waiting.recv().is_ok());
+            let all_wait =
+                activations.iter().all(|(_, waiting)| waiting.recv_timeout(HANGS).is_ok());
             drop(held);
             assert!(all_wait, "an activation did not wait");
             for (activation, _) in activations {
@@ -307,7 +322,9 @@ mod tests {
 
     /// Waits until no thread waits to deactivate the disk.
     fn wait_for_release(disk: &Disk) {
+        let begun = Instant::now();
         while disk.leaving().is_waited_for {
+            assert!(begun.elapsed() < HANGS, "the deactivation hangs");
             std::thread::yield_now();
         }
     }

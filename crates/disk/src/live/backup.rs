@@ -116,8 +116,7 @@ impl Worker {
         target.replace(Some(new));
         let copy = copy?;
         let map = Arc::new(CopyMap::new(size, &path, LIMIT));
-        self.copy_moment(&copy, &map, &work).await?;
-        self.unless(ended, async { Ok(copy.finish().await?) }).await?;
+        self.copy_whole(&copy, &map, &work).await?;
         drop(copy);
         if let Some(new) = target.take() {
             self.publish(new, source.top().file.clone(), ended).await?;
@@ -125,6 +124,18 @@ impl Worker {
         let (disk, path) = (self.disk.name(), path.display());
         tracing::info!(disk, "backup: {path} is complete, with {size} bytes");
         Ok(())
+    }
+
+    /// Copies the disk as it is at one moment of this call, and makes the target durable.
+    pub(super) async fn copy_whole(
+        &self,
+        copy: &BackupCopy,
+        map: &Arc<CopyMap>,
+        work: &Work,
+    ) -> Result<(), Why> {
+        self.copy_moment(copy, map, work).await?;
+        let ended = || work.check_cancelled(&self.disk);
+        self.unless(ended, async { Ok(copy.finish().await?) }).await
     }
 
     /// Copies the disk as it is at one moment of this call.
@@ -142,21 +153,23 @@ impl Worker {
         let local_disk = self.local_disk(&source)?;
         // A flush now leaves little for the flush during the quiesce.
         self.flush(&local_disk).await?;
-        let quiesced = self.disk.quiesce("backup begins")?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "backup begins").await?;
         self.flush(&local_disk).await?;
-        quiesced.exchange(&source, Some(&Tracker::Copy(map.clone())))?;
+        quiesced.exchange(&source, Some(&Tracker::Copy(map.clone()))).await?;
         drop((quiesced, local_disk));
         let copied = self.copy_all(copy, map, work).await;
-        self.remove_map();
+        self.remove_map().await;
         copied
     }
 
     /// Removes the map, which has ended, from all reactors. If that is impossible, requests go on
     /// as well.
-    fn remove_map(&self) {
-        let quiesced = self.disk.quiesce("backup ends");
-        let removed = quiesced.and_then(|quiesced| quiesced.exchange(&self.disk.source(), None));
-        if let Err(e) = removed {
+    async fn remove_map(&self) {
+        let removed = async {
+            let quiesced = self.disk.quiesce_on(&self.handle, "backup ends").await?;
+            quiesced.exchange(&self.disk.source(), None).await
+        };
+        if let Err(e) = removed.await {
             let disk = self.disk.name();
             tracing::warn!(disk, "backup: its map of parts stays in memory, without effect: {e}");
         }

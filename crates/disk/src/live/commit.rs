@@ -72,7 +72,7 @@ struct Commit<'a> {
 }
 
 impl Worker {
-    async fn commit(
+    pub(super) async fn commit(
         self,
         work: Work,
         others: impl FnOnce() -> Option<Vec<Arc<Disk>>>,
@@ -94,7 +94,9 @@ impl Worker {
         let source = Source::Chain(chain.clone());
         let local_disk = self.local_disk(&source)?;
         let tracker = Tracker::Dirty(dirty.clone());
-        self.disk.quiesce("commit begins")?.exchange(&source, Some(&tracker))?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "commit begins").await?;
+        quiesced.exchange(&source, Some(&tracker)).await?;
+        drop(quiesced);
         let commit =
             Commit { worker: &self, work: &work, local_disk, chain, from, into: &into, dirty };
         let done = commit.run().await;
@@ -127,7 +129,9 @@ impl Worker {
         }
         let chain = self.chain()?;
         let chain = chain.read_again(&self.handle, 1..2).await?;
-        self.disk.quiesce("commit begins")?.exchange(&Source::Chain(chain), None)?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "commit begins").await?;
+        quiesced.exchange(&Source::Chain(chain), None).await?;
+        drop(quiesced);
         self.disk.has_stale_backing.store(false, Ordering::SeqCst);
         Ok(())
     }
@@ -165,13 +169,14 @@ impl Commit<'_> {
         let (handle, disk) = (&self.worker.handle, &self.worker.disk);
         let emptied = self.chain.empty_top(handle).await;
         let opened = match self.chain.read_again(handle, 0..2).await {
-            Ok(chain) => quiesced.exchange(&Source::Chain(chain), None).map_err(Why::from),
+            Ok(chain) => quiesced.exchange(&Source::Chain(chain), None).await.map_err(Why::from),
             Err(e) => Err(e.into()),
         };
         if let Err(why) = &opened {
             // The reactors' metadata of the topmost image is no longer valid.
             tracing::error!(disk = disk.name(), "commit: the image cannot be opened again: {why}");
-            quiesced.lose(&format!("the image could not be opened again after a commit: {why}"));
+            let why = format!("the image could not be opened again after a commit: {why}");
+            quiesced.lose(&why).await;
         }
         Done { reopened: opened.is_ok(), result: opened.and(emptied.map_err(Why::from)) }
     }
@@ -190,8 +195,9 @@ impl Commit<'_> {
         self.worker.flush(&self.local_disk).await?;
         let mut pause = QUIESCE_TIME;
         loop {
-            let quiesced = self.worker.disk.quiesce("commit")?;
-            self.copy_dirty(Some(Instant::now() + QUIESCE_TIME)).await?;
+            let quiesced = self.quiesce("commit").await?;
+            let until = self.worker.handle.read_clock() + QUIESCE_TIME;
+            self.copy_dirty(Some(until)).await?;
             if self.dirty.bytes() == 0 {
                 return Ok(quiesced);
             }
@@ -199,6 +205,10 @@ impl Commit<'_> {
             self.worker.handle.sleep(pause).await;
             pause /= 2;
         }
+    }
+
+    async fn quiesce(&self, purpose: &'static str) -> Result<QuiescedDisk, QuiesceError> {
+        self.worker.disk.quiesce_on(&self.worker.handle, purpose).await
     }
 
     async fn copy_down(&self, at: u64, len: u64) -> Result<(), Why> {
@@ -213,7 +223,7 @@ impl Commit<'_> {
     async fn copy_dirty(&self, until: Option<Instant>) -> Result<(), Why> {
         let mut next = 0;
         let parts = std::iter::from_fn(|| {
-            if until.is_some_and(|until| Instant::now() >= until) {
+            if until.is_some_and(|until| self.worker.handle.read_clock() >= until) {
                 return None;
             }
             let (at, len) = self.dirty.take(next)?;
@@ -248,8 +258,11 @@ impl Commit<'_> {
         let exchanged = async {
             self.flush_backing().await?;
             let chain = self.chain.read_again(&self.worker.handle, 1..2).await?;
-            let quiesced = quiesced.map_or_else(|| self.worker.disk.quiesce("commit ends"), Ok)?;
-            Ok::<_, Why>(quiesced.exchange(&Source::Chain(chain), None)?)
+            let quiesced = match quiesced {
+                Some(quiesced) => quiesced,
+                None => self.quiesce("commit ends").await?,
+            };
+            Ok::<_, Why>(quiesced.exchange(&Source::Chain(chain), None).await?)
         };
         let exchanged = exchanged.await;
         if let Err(e) = &exchanged {

@@ -85,7 +85,7 @@ impl Worker {
         let local_disk = self.local_disk(&source)?;
         // A flush now leaves little for the flush during the quiesce.
         self.flush(&local_disk).await?;
-        let quiesced = self.disk.quiesce("drain")?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "drain").await?;
         self.flush(&local_disk).await?;
         let (name, seconds) = (self.disk.name(), limit.as_secs());
         tracing::info!(disk = name, "drained: requests wait for `ctl resume`, at most {seconds} s");

@@ -23,6 +23,8 @@
 mod activation;
 mod backup;
 mod commit;
+#[cfg(test)]
+mod cuts;
 mod drain;
 mod resize;
 mod resume;
@@ -273,6 +275,8 @@ impl Worker {
 
 #[cfg(test)]
 mod tests {
+    use std::time::{Duration, Instant};
+
     use blockyard_image::CacheMode;
 
     use super::*;
@@ -295,7 +299,9 @@ mod tests {
         assert!(matches!(disk.begin_work(), Err(Why::Busy)));
         std::thread::scope(|scope| {
             let end = scope.spawn(|| disk.end_work());
+            let begun = Instant::now();
             while !disk.has_ended() {
+                assert!(begun.elapsed() < Duration::from_secs(60), "the end hangs");
                 std::thread::yield_now();
             }
             assert!(matches!(disk.begin_work(), Err(Why::Ended)), "the lock is held");

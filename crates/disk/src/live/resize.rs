@@ -39,7 +39,7 @@ impl Worker {
         let local_disk = self.local_disk(&self.disk.source())?;
         // A flush now leaves little for the flush during the quiesce.
         self.flush(&local_disk).await?;
-        let quiesced = self.disk.quiesce("resize")?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "resize").await?;
         self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
         let grown = chain.grow_top(&self.handle, size).await;
@@ -73,14 +73,17 @@ impl Worker {
         quiesced: &QuiescedDisk,
     ) -> Result<(), Why> {
         let new = chain.read_again(&self.handle, 0..1).await?;
-        Ok(quiesced.exchange(&Source::Chain(new), None)?)
+        Ok(quiesced.exchange(&Source::Chain(new), None).await?)
     }
 
     /// Like `exchange_top`. After an error no image is left to serve.
     async fn open_again(&self, chain: &Chain, quiesced: &QuiescedDisk) -> Result<(), Why> {
-        self.exchange_top(chain, quiesced).await.inspect_err(|why| {
+        let opened = self.exchange_top(chain, quiesced).await;
+        if let Err(why) = &opened {
             tracing::error!(disk = self.disk.name(), "the image cannot be opened again: {why}");
-            quiesced.lose(&format!("the image could not be opened again after a resize: {why}"));
-        })
+            let why = format!("the image could not be opened again after a resize: {why}");
+            quiesced.lose(&why).await;
+        }
+        opened
     }
 }

@@ -82,7 +82,7 @@ impl Disk {
 }
 
 impl Worker {
-    async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
+    pub(super) async fn snapshot(self, options: SnapshotOptions) -> Result<(), Why> {
         let old = self.chain_below(options.crash_safety.clone(), options.folders.clone())?;
         // The overlay stores a path, and the disk's data are in the open file.
         let paths = self.disk.source().paths();
@@ -93,10 +93,10 @@ impl Worker {
         let local_disk = self.local_disk(&self.disk.source())?;
         // A flush now leaves little for the flush during the quiesce.
         self.flush(&local_disk).await?;
-        let quiesced = self.disk.quiesce("snapshot")?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "snapshot").await?;
         self.flush(&local_disk).await?;
         self.close_image(&local_disk).await?;
-        if let Err(why) = self.put_on(&mut new, &options, &quiesced) {
+        if let Err(why) = self.put_on(&mut new, &options, &quiesced).await {
             self.stay(new, &old, &options, &quiesced).await;
             return Err(why);
         }
@@ -142,7 +142,7 @@ impl Worker {
     }
 
     /// Puts the overlay on the disk, which has no request in flight.
-    fn put_on(
+    async fn put_on(
         &self,
         new: &mut GrownChain,
         options: &SnapshotOptions,
@@ -157,7 +157,7 @@ impl Worker {
             }
             recorded => recorded?,
         }
-        quiesced.exchange(&Source::Chain(new.chain().clone()), None)?;
+        quiesced.exchange(&Source::Chain(new.chain().clone()), None).await?;
         Ok(())
     }
 }

@@ -22,7 +22,7 @@ impl Disk {
 }
 
 impl Worker {
-    async fn stream(self, work: Work) -> Result<(), Why> {
+    pub(super) async fn stream(self, work: Work) -> Result<(), Why> {
         let chain = self.chain()?;
         if let [alone] = chain.layers() {
             let path = alone.file.path().display();
@@ -37,7 +37,7 @@ impl Worker {
         work.check_cancelled(&self.disk)?;
         copied.map_err(|error| ChainError::Image { path: chain.options().path.clone(), error })?;
         self.flush(&local_disk).await?;
-        let quiesced = self.disk.quiesce("stream")?;
+        let quiesced = self.disk.quiesce_on(&self.handle, "stream").await?;
         self.flush(&local_disk).await?;
         // The disk must hold all its data before it has no backing file.
         let flushed = image.flush().await;
@@ -48,7 +48,8 @@ impl Worker {
         let alone = Source::Chain(alone?);
         // The file names no backing file any more. Reactors that keep the old chain read nothing
         // from below, but later work on the disk must know of the new one.
-        quiesced.exchange(&alone, None).inspect_err(|_| quiesced.continue_from(alone.clone()))?;
+        let exchanged = quiesced.exchange(&alone, None).await;
+        exchanged.inspect_err(|_| quiesced.continue_from(alone.clone()))?;
         Ok(())
     }
 }

@@ -12,6 +12,7 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use blockyard_disk::{
     BackupOptions, Disk, DiskOptions, LocalDisk, Op, SnapshotOptions, Source, Why, Work, WorkError,
@@ -20,7 +21,7 @@ use blockyard_image::tools::{self, NewImage};
 use blockyard_image::{CacheMode, Chain, ChainOptions, Format, OpenedFiles};
 use blockyard_storage::sim::Rng;
 
-use crate::load::{Load, Reactor, SECTOR, WRITE, ask, close};
+use crate::load::{HANGS, Load, Reactor, SECTOR, WRITE, ask, close};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 /// Not a multiple of a part, nor of a cluster.
@@ -142,15 +143,17 @@ impl Writers {
 
     /// Waits until the writers have begun and ended some requests more.
     fn go_on(&self, ticks: u64) {
-        let until = self.now() + ticks;
+        let (until, begun) = (self.now() + ticks, Instant::now());
         while self.now() < until {
+            assert!(begun.elapsed() < HANGS, "the writers make no progress");
             std::thread::yield_now();
         }
     }
 
     fn end(self) -> History {
         self.stop.store(true, Ordering::SeqCst);
-        let histories = (0..self.count).map(|_| self.ended.recv().expect("a writer has failed"));
+        let next = |_| self.ended.recv_timeout(HANGS).expect("a writer has failed or hangs");
+        let histories = (0..self.count).map(next);
         histories.flatten().collect()
     }
 }

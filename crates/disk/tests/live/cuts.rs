@@ -1,6 +1,9 @@
-//! Power cuts of a disk under load during snapshot, commit and stream, on real files with a
-//! journal. For each power cut the test reconstructs the files as the power cut may have left them,
-//! and checks them.
+//! Power cuts of a disk under load during snapshot, commit, stream and resize, on real files with a
+//! journal and real threads.
+//!
+//! The tests in the crate (`live/cuts`) make most power cuts, on simulated disks. This test shows
+//! that files and threads do the same. For each power cut the test reconstructs the files as the
+//! power cut may have left them, and checks them.
 //!
 //! What must hold after each power cut: the image that was named at the start, or the overlay that
 //! its record names, opens for writing. Each image of the chain is consistent. The disk holds every
@@ -22,13 +25,13 @@ use blockyard_image::{CacheMode, Chain, ChainOptions, Format};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{FlushToken, Journal, LeftFile, Oracle, Rng, WriteToken, pattern};
 
-use crate::load::{Reactor, SECTOR, ask, close};
+use crate::load::{HANGS, Reactor, SECTOR, ask, close};
 use crate::peer::{Scratch, qemu_img};
 
 const SIZE: u64 = 192 << 10;
 /// Power cuts of an ordinary run, and of one disk.
-const CUTS: u64 = 60;
-const CUTS_OF_A_LIFE: u64 = 20;
+const CUTS: u64 = 30;
+const CUTS_OF_A_LIFE: u64 = 10;
 const LANES: u64 = 3;
 
 /// The meaning of a mark in the journal.
@@ -124,7 +127,7 @@ impl Life {
         }
         stop.store(true, Ordering::SeqCst);
         (0..LANES * self.reactors.len() as u64)
-            .for_each(|_| ended.recv().expect("a lane has failed"));
+            .for_each(|_| ended.recv_timeout(HANGS).expect("a lane has failed or hangs"));
         close(&self.disk, &self.reactors);
     }
 

@@ -9,13 +9,15 @@ use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread::JoinHandle;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use blockyard_disk::{Disk, LocalDisk, Op, Request, Status, Token};
 use blockyard_ring::{Executor, Remote, Segments};
 use blockyard_storage::sim::Rng;
 
 pub const SECTOR: u64 = 512;
+/// Longest wait. A test that waits longer hangs.
+pub const HANGS: Duration = Duration::from_secs(60);
 const LANES: u64 = 8;
 /// Sectors of a stripe, in the half of the disk with small stripes, and in the other half.
 const STRIPES: [u64; 2] = [3, 205];
@@ -43,11 +45,11 @@ impl Reactor {
         work: impl FnOnce(Rc<LocalDisk>) -> F + Send + 'static,
     ) -> T {
         let disk = disk.clone();
-        let answer = self.remote.ask(move |handle, reply| {
+        let answer = self.remote.ask_later(move |handle, reply| {
             let work = work(LocalDisk::local(handle, &disk).unwrap());
             handle.spawn(async move { reply.send(work.await) });
         });
-        answer.expect("the reactor has died")
+        answer.until(Instant::now() + HANGS).expect("the reactor has died or hangs")
     }
 }
 
@@ -248,8 +250,8 @@ impl Load {
     pub fn go_on(&self, steps: u64) {
         let (from, begun) = (self.steps.load(Ordering::SeqCst), Instant::now());
         while self.steps.load(Ordering::SeqCst) < from + steps {
-            assert!(begun.elapsed().as_secs() < 60, "the load makes no progress");
-            std::thread::sleep(std::time::Duration::from_millis(1));
+            assert!(begun.elapsed() < HANGS, "the load makes no progress");
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -258,7 +260,9 @@ impl Load {
         self.stop.store(true, Ordering::SeqCst);
         let mut disk = self.before.to_vec();
         for _ in 0..self.lanes {
-            for (sector, bytes) in self.ended.recv().expect("a lane has failed") {
+            for (sector, bytes) in
+                self.ended.recv_timeout(HANGS).expect("a lane has failed or hangs")
+            {
                 disk[(sector * SECTOR) as usize..][..bytes.len()].copy_from_slice(&bytes);
             }
         }

@@ -5,12 +5,13 @@ use std::os::unix::fs::FileExt;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
+use std::time::Instant;
 
 use blockyard_disk::{Disk, Failure, Op, SnapshotOptions, StartRecord, Why, Work, WorkError};
 use blockyard_image::journal::MemoryStore;
 use blockyard_image::{ChainOptions, ImageFile, OpenOptions};
 
-use crate::load::{Load, Reactor, WRITE, ask, close};
+use crate::load::{HANGS, Load, Reactor, WRITE, ask, close};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 const SIZE: usize = 8 << 20;
@@ -298,7 +299,9 @@ fn a_commit_after_one_that_could_not_end_releases_nothing_that_is_read() {
     assert_eq!(read(PACKED - 4096), (Ok(()), known[PACKED - 4096..PACKED].to_vec()));
     let header = std::fs::OpenOptions::new().write(true).open(base).unwrap();
     header.write_all_at(b"none", 0).unwrap();
+    let begun = Instant::now();
     while work.progress().done() < 16 * PACKED as u64 {
+        assert!(begun.elapsed() < HANGS, "the commit makes no progress");
         std::thread::yield_now();
     }
     work.cancel();

@@ -80,10 +80,15 @@ impl Drop for Scratch {
     }
 }
 
+/// Seconds after which a program of QEMU hangs.
+const HANGS: &str = "60";
+
 /// Runs `qemu-img`, which must succeed. Returns its output.
 pub fn qemu_img(arguments: &[&str]) -> String {
     let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
-    let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
+    let mut command = Command::new("timeout");
+    command.args(["--kill-after=5", HANGS]).arg(tool).arg("qemu-img").args(arguments);
+    let output = command.output().unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(
         output.status.success(),

@@ -5,6 +5,9 @@
 //! which goes through the journal line by line. At each line it returns what a power cut may leave
 //! in each file, by the rules of the simulated disk.
 //!
+//! Code that can run on one simulated executor needs no journal of lines: a journal of
+//! [`SimFiles`] puts the data of the files on simulated disks.
+//!
 //! What must hold: the journal records the start of an operation before it starts, and its end
 //! after it has ended. So an order in the journal is the real order.
 
@@ -16,13 +19,18 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use blockyard_ring::Segments;
 
+use super::files::FilesId;
 use super::media::Media;
-use super::{Rng, SimImage};
+use super::{Rng, SimFiles, SimImage};
 use crate::Storage;
 
 /// A journal of operations on files. Clones are the same journal.
 #[derive(Clone, Debug, Default)]
-pub struct Journal(Arc<Mutex<State>>);
+pub struct Journal {
+    state: Arc<Mutex<State>>,
+    /// The simulated disks of the files. Then the journal has no lines.
+    simulated: Option<FilesId>,
+}
 
 #[derive(Debug, Default)]
 struct State {
@@ -64,8 +72,18 @@ enum Effect {
 }
 
 impl Journal {
+    /// Returns the journal with which image files keep their data on the disks of `files`.
+    pub fn simulated(files: &SimFiles) -> Self {
+        Journal { state: Arc::default(), simulated: Some(files.id()) }
+    }
+
+    /// Returns the simulated disks of the files, if the journal has them.
+    pub(crate) fn files(&self) -> Option<FilesId> {
+        self.simulated
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Returns the file's number. Reads the contents of a file that is new to the journal.
@@ -94,6 +112,9 @@ impl Journal {
         note: Option<&Path>,
         keep: impl FnOnce() -> io::Result<()>,
     ) -> io::Result<()> {
+        if let Some(files) = self.simulated {
+            return files.note(path, note, keep);
+        }
         let op = self.begins(self.file(path)?, Effect::Note(note.map(PathBuf::from)));
         let kept = keep();
         self.ended(op, kept.is_ok());

@@ -9,6 +9,7 @@
 //!   oracle    `Oracle`: what a disk may hold after a power cut; checks any disk
 //!   fault     errors to inject
 //!   liar      `Liar`: a disk with a defect, for tests of tests
+//!   files     `SimFiles`: simulated disks for the data of files of this host
 //!   journal   records operations on real files, to simulate power cuts afterwards
 //! ```
 //!
@@ -42,6 +43,7 @@
 
 mod disk;
 mod fault;
+mod files;
 mod journal;
 mod liar;
 mod media;
@@ -55,6 +57,7 @@ mod trace;
 
 pub use disk::{Latency, SimConfig, SimDisk};
 pub use fault::{Fault, FaultError};
+pub use files::SimFiles;
 pub use journal::{Journal, LeftFile, Recorded, Replay};
 pub use liar::{Liar, Lie};
 pub use media::SimImage;

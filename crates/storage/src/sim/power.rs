@@ -16,7 +16,7 @@ pub struct Power(Rc<Inner>);
 #[derive(Debug, Default)]
 struct Inner {
     events: Cell<u64>,
-    cut_after: Option<u64>,
+    cut_after: Cell<Option<u64>>,
     off: Cell<bool>,
 }
 
@@ -28,7 +28,14 @@ impl Power {
 
     /// Returns a power supply that stays on for `events` events. The next event finds it off.
     pub fn cut_after(events: u64) -> Self {
-        Power(Rc::new(Inner { cut_after: Some(events), ..Inner::default() }))
+        let power = Power::on();
+        power.arm(events);
+        power
+    }
+
+    /// Lets the power stay on for `events` more events. The next event finds it off.
+    pub fn arm(&self, events: u64) {
+        self.0.cut_after.set(Some(self.events() + events));
     }
 
     /// Returns the number of events so far.
@@ -47,7 +54,7 @@ impl Power {
 
     /// Counts an event. Returns false if the power is off; then the event does not happen.
     pub(super) fn event(&self) -> bool {
-        if self.0.cut_after == Some(self.0.events.get()) {
+        if self.0.cut_after.get() == Some(self.0.events.get()) {
             self.cut();
         }
         if self.is_off() {

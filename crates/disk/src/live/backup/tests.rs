@@ -25,6 +25,8 @@ const SIZE: u64 = 16 * MIB;
 /// Number of bytes that a backup can have in memory.
 const IN_MEMORY: u64 = COPIES as u64 * MIB;
 const PART: usize = 64 << 10;
+/// Longest wait on the real clock. A test that waits longer hangs.
+const HANGS: Duration = Duration::from_secs(60);
 const WRITE: Op = Op::Write { fua: false };
 const OK: Option<Status> = Some(Ok(()));
 
@@ -434,7 +436,9 @@ fn begin_hanging(
             worker.copy_moment(&copy, &copied, &work).await
         })
     });
+    let begun = Instant::now();
     while !map.allows(0, IN_MEMORY) {
+        assert!(begun.elapsed() < HANGS, "the backup hangs");
         assert!(!job.is_finished(), "it ended before it copied anything");
         std::thread::yield_now();
     }
@@ -453,9 +457,8 @@ fn a_disk_with_a_backup_that_hangs_goes_on_and_can_be_closed() {
     };
     let disk = Arc::new(Disk::new(options(), Source::open(&chain).unwrap()));
     let reactors = [Reactor::start(), Reactor::start()];
-    let answer = |reply: PendingReply<Status>| {
-        reply.until(Instant::now() + Duration::from_secs(60)).expect("the guest hangs")
-    };
+    let answer =
+        |reply: PendingReply<Status>| reply.until(Instant::now() + HANGS).expect("the guest hangs");
     for reactor in &reactors {
         assert_eq!(answer(reactor.write(&disk, 0)), Ok(()));
     }
@@ -471,7 +474,9 @@ fn a_disk_with_a_backup_that_hangs_goes_on_and_can_be_closed() {
     // The end of the disk ends it.
     let (map, job) = begin_hanging(&disk, Duration::from_secs(600));
     let writes = reactors.each_ref().map(|reactor| reactor.write(&disk, SIZE - 512));
+    let begun = Instant::now();
     while map.waiting() < writes.len() {
+        assert!(begun.elapsed() < HANGS, "the writes hang");
         std::thread::yield_now();
     }
     disk.end_work();

@@ -20,6 +20,8 @@ use crate::{Disk, DiskOptions, Failure, Op, Request, Status, Token};
 
 /// 8192 clusters: many pieces of a long request.
 const SIZE: u64 = 4 << 20;
+/// Longest wait. A test that waits longer hangs.
+const HANGS: Duration = Duration::from_secs(60);
 const ZEROES: Op = Op::WriteZeroes { unmap: true, fua: false, fast: false };
 
 struct Image(PathBuf);
@@ -196,19 +198,22 @@ fn a_quiesce_does_not_wait_for_a_whole_discard() {
             fill(&served).await;
             let discard = begin(&served, Op::Discard);
             begun.send(()).unwrap();
+            let until = Instant::now() + HANGS;
             while served.quiesce.try_enter().is_some() {
+                assert!(Instant::now() < until, "no quiesce begins");
                 handle.yield_now().await;
             }
             assert_eq!(discard.await, Ok(()));
             assert_eq!(ends(&served).await, (0, 7));
             // The quiesce ends on this reactor.
             while served.quiesce.try_enter().is_none() {
+                assert!(Instant::now() < until, "the quiesce does not end");
                 handle.yield_now().await;
             }
         };
         executor.block_on(test).unwrap();
     });
-    begins.recv().unwrap();
+    begins.recv_timeout(HANGS).unwrap();
     drop(disk.quiesce("a test").unwrap());
     reactor.join().unwrap();
 }

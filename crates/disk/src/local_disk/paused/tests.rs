@@ -4,16 +4,20 @@ use super::*;
 use std::cell::{Cell, RefCell};
 use std::io;
 use std::rc::Rc;
-use std::sync::{Arc, mpsc};
+use std::sync::Arc;
 use std::time::Instant;
 
 use blockyard_image::{Alignment, CacheMode, Raw};
-use blockyard_ring::Segments;
+use blockyard_ring::{Executor, Handle, Segments};
+use blockyard_sched::{DeviceProfile, Host, Knobs, Operation, OperationKind, ReactorShare};
 use blockyard_storage::sim::{
-    Fault, Join, OpKind as SimOp, Sim, SimConfig, SimDisk, SimHandle, SimImage, yield_now,
+    Fault, Join, OpKind as SimOp, Phase, Sim, SimConfig, SimDisk, SimHandle, SimImage, yield_now,
 };
 
+use crate::current_image::CurrentImage;
+use crate::replies::replies;
 use crate::request::{Failure, Op, Status};
+use crate::throttle::time_of;
 use crate::{Backend, Disk, DiskOptions, OnEnospc, OpKind, Source};
 
 const CAPACITY: u64 = 64 << 10;
@@ -49,6 +53,17 @@ impl Token for Note {
     }
 }
 
+fn options() -> DiskOptions {
+    DiskOptions {
+        name: "test".into(),
+        serial: String::new(),
+        read_only: false,
+        cache: CacheMode::None,
+        filters: Vec::new(),
+        on_enospc: OnEnospc::Pause,
+    }
+}
+
 /// A disk without space for writes to its first 4096 bytes.
 #[derive(Clone)]
 struct Stage {
@@ -60,15 +75,7 @@ struct Stage {
 impl Stage {
     fn new(sim: &Sim, error: io::ErrorKind) -> Self {
         let storage = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
-        let options = DiskOptions {
-            name: "test".into(),
-            serial: String::new(),
-            read_only: false,
-            cache: CacheMode::None,
-            filters: Vec::new(),
-            on_enospc: OnEnospc::Pause,
-        };
-        let disk = Arc::new(Disk::new(options, Source::Null { size: CAPACITY }));
+        let disk = Arc::new(Disk::new(options(), Source::Null { size: CAPACITY }));
         let raw = Raw::on(storage.clone(), Alignment { memory_align: 1, offset_align: 1 });
         storage.fail(Fault::new(SimOp::Write, error).within(0..4096).always());
         let served = Rc::new(LocalDisk::new(disk, Backend::Raw(raw), None));
@@ -165,9 +172,9 @@ fn a_waiting_request_is_not_in_flight_for_a_quiesce() {
     run(io::ErrorKind::StorageFull, async |stage| {
         let queue = Rc::new(Queue::default());
         let write = stage.begin(&queue, 0).await;
-        let (sender, drained) = mpsc::channel();
-        stage.served.quiesce.start(Some(sender));
-        drained.try_recv().expect("nothing is in flight").unwrap();
+        let (replier, drained) = replies();
+        stage.served.quiesce.start(Some(replier));
+        assert!(matches!(drained.arrived()[..], [Ok(())]), "nothing is in flight");
         stage.storage.heal();
         stage.served.pause.resume();
         settle().await;
@@ -229,4 +236,95 @@ fn requests_of_a_run_wait_by_themselves() {
         assert_eq!(queue.answers.take(), [Ok(()); 4]);
         assert_eq!(stage.paused(), 0);
     });
+}
+
+/// A disk on a device that it shares, and its neighbour there. Counts the I/O of the image.
+struct Shared {
+    handle: Handle,
+    storage: SimDisk,
+    served: Rc<LocalDisk>,
+    neighbour: ReactorShare,
+}
+
+impl Shared {
+    fn new(handle: &Handle) -> Self {
+        let storage = SimDisk::new(SimImage::zeroed(CAPACITY), SimConfig::new(1));
+        let host = Host::default();
+        let share = || host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+        let source = Source::Null { size: CAPACITY };
+        let disk = Arc::new(Disk::sharing(options(), source, Arc::clone(&share())));
+        let raw = Raw::on(storage.clone(), Alignment { memory_align: 1, offset_align: 1 });
+        let full = Fault::new(SimOp::Write, io::ErrorKind::StorageFull).within(0..4096).always();
+        storage.fail(full);
+        let served = LocalDisk::new(disk, Backend::Null, Some(handle.clone()));
+        let counted = storage.clone();
+        served.exchange(Rc::new(CurrentImage::counted(Backend::Raw(raw), move || {
+            let begun = counted.trace().into_iter().filter(|line| line.phase == Phase::Started);
+            begun.fold((0, 0), |(operations, bytes), line| (operations + 1, bytes + line.len))
+        })));
+        let neighbour = share().on_reactor();
+        Shared { handle: handle.clone(), storage, served: Rc::new(served), neighbour }
+    }
+
+    /// Returns the cost that the disk was charged so far, in nanoseconds.
+    async fn used(&self) -> u64 {
+        let before = self.served.disk().share().figures().used_ns;
+        // The next control period counts it.
+        for _ in 0..20 {
+            self.handle.sleep(std::time::Duration::from_millis(100)).await;
+            let now = time_of(self.handle.read_clock());
+            let read = operation(OperationKind::Read, 512, 1);
+            self.neighbour.done(now, self.neighbour.ask(now, &read).expect("the device is idle"));
+        }
+        let used = self.served.disk().share().figures().used_ns;
+        assert!(used > before, "nothing was charged");
+        used
+    }
+
+    async fn settle(&self) {
+        for _ in 0..1000 {
+            self.handle.yield_now().await;
+        }
+    }
+}
+
+fn operation(kind: OperationKind, bytes: u64, requests: u32) -> Operation {
+    Operation { kind, bytes, sequential: false, requests }
+}
+
+/// The scheduler charges a run for what it does after it was resumed: an operation when it is
+/// admitted, and the rest of the image's operations when it has ended.
+#[test]
+fn a_run_that_waited_is_charged_for_all_its_operations_once() {
+    let executor = Executor::simulated().unwrap();
+    let handle = executor.handle().clone();
+    let work = async move {
+        let stage = Shared::new(&handle);
+        let queue = Rc::new(Queue::default());
+        let requests = [0, 1, 2].map(|number| {
+            let note = Note(queue.clone());
+            let (offset, segments) = (512 + 1024 * number, Segments::buffer(1024));
+            Request::new(WRITE, offset, 1024, segments, handle.now(), note)
+        });
+        assert_eq!(stage.served.neighbours(&requests), 3);
+        let served = stage.served.clone();
+        handle.spawn(async move {
+            let mut run = Run::default();
+            run.fill(requests.into_iter());
+            served.serve_run(&mut run).await;
+            run.finished().for_each(Finished::answer);
+        });
+        stage.settle().await;
+        assert_eq!(stage.served.disk().paused(), 3);
+        let before = stage.used().await;
+        stage.storage.heal();
+        stage.served.pause.resume();
+        stage.settle().await;
+        assert_eq!(queue.answers.take(), [Ok(()); 3]);
+        let costs = *stage.neighbour.device().expect("it has a device").costs();
+        let charged = stage.used().await - before;
+        let admitted = costs.of(&operation(OperationKind::Write, 3 * 1024, 3));
+        assert_eq!(charged, admitted + costs.of(&operation(OperationKind::Write, 0, 1)) * 2);
+    };
+    executor.block_on(work).unwrap();
 }

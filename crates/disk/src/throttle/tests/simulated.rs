@@ -15,6 +15,7 @@ use super::*;
 use crate::backend::{Backend, Source};
 use crate::disk::{Disk, DiskOptions};
 use crate::local_disk::LocalDisk;
+use crate::replies::replies;
 use crate::request::{Request, Status, Token};
 
 const SEEDS: u64 = 5;
@@ -298,10 +299,10 @@ fn a_quiesce_holds_the_requests_that_the_throttle_admits() {
         stage.submit_many(&mut rng, 200, 4096);
         for _ in 0..5 {
             stage.pass(Duration::from_millis(rng.between(1, 150))).await;
-            let (reply, drained) = std::sync::mpsc::channel();
+            let (reply, drained) = replies();
             stage.reactors.iter().for_each(|on| on.quiesce.start(Some(reply.clone())));
             stage.settle().await;
-            assert_eq!(drained.try_iter().count(), 2, "nothing is in flight");
+            assert_eq!(drained.arrived().len(), 2, "nothing is in flight");
             let (begun, answered) = (stage.begun_operations(), stage.answered.borrow().len());
             stage.submit_many(&mut rng, 3, 4096);
             stage.pass(Duration::from_millis(rng.between(1, 150))).await;
