@@ -291,7 +291,7 @@ mod tests {
         let path = scratch.join("target");
         fill(&path, SIZE, &stop).unwrap();
         let plan = plan(&path, true, &stop);
-        // No file system inserts a range inside a file whose length it must keep.
+        // No file system inserts a range inside a file and keeps its length.
         let both = FallocateFlags::PUNCH_HOLE | FallocateFlags::ZERO_RANGE;
         assert_eq!(plan.clear(both, 0.01, 0).unwrap(), None);
         let time = plan.clear(FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE, 0.01, 1);

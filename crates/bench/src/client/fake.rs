@@ -1,4 +1,4 @@
-//! A queue whose back end is memory of the test, with faults on demand.
+//! A queue over memory of the test instead of a back end, with faults on demand.
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;

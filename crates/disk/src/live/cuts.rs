@@ -76,7 +76,7 @@ impl Plan {
     fn small(seed: u64) -> Self {
         let base = [None, Some(512), Some(4096)][seed as usize % 3];
         let reactors = 1 + seed as usize % 2;
-        Plan { seed, size: 32 << 10, base, reactors, lanes: 2, lie: None }
+        Plan { seed, size: 32 << 10, base, reactors, lanes: 2 / reactors as u64, lie: None }
     }
 }
 

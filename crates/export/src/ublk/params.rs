@@ -38,7 +38,7 @@ pub(super) fn device(options: &UblkOptions, features: u64, zero_copy: bool) -> D
     }
 }
 
-/// Returns the same device for a user without privileges, whose data the driver copies.
+/// Returns the same device for a user without privileges. The driver copies its data.
 pub(super) fn unprivileged(device: DeviceInfo) -> DeviceInfo {
     let flags = device.flags & !COPIES_NONE | abi::F_UNPRIVILEGED_DEV;
     DeviceInfo { flags, max_io_bytes: MAX_IO_COPIED, ..device }

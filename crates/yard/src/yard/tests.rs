@@ -1,4 +1,4 @@
-//! Calls of the yard whose result depends on what other commands do meanwhile.
+//! Calls of the yard with results that depend on what other commands do meanwhile.
 
 use std::sync::mpsc::sync_channel;
 

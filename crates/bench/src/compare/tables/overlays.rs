@@ -329,7 +329,7 @@ mod tests {
             ("cpu_us", [2.0, 2.5, 1.5]),
             ("memory_mib", [50.4, 50.4, 60.0]),
         ]);
-        // A back end whose processor time was too short to be counted.
+        // The processor time of this back end was too short to be counted.
         let quick = rounds(&[("iops", [55_000.0]), ("cpu_us", [0.0])]);
         let row = measured("first writes", &[("raw", raw), ("quick", quick), ("none", vec![])]);
         let text = table(&Scratch::new()).markdown(&[row]);

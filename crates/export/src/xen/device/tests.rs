@@ -1,4 +1,4 @@
-//! A device whose front end only writes nodes: states and what they cause, step by step.
+//! A device with a front end that only writes nodes: states and what they cause, step by step.
 
 use blockyard_disk::{DiskOptions, Source};
 use blockyard_image::{CacheMode, ChainOptions};
