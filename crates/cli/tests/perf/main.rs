@@ -10,8 +10,6 @@ mod common;
 #[path = "../daemon/disks.rs"]
 mod disks;
 mod exchange;
-// The module has more functions than these tests use.
-#[allow(dead_code)]
 mod figures;
 // The module has more functions than these tests use.
 #[allow(dead_code)]

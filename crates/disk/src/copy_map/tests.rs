@@ -19,7 +19,7 @@ fn new_map(size: u64) -> CopyMap {
     CopyMap::new(size, Path::new("copy.raw"), LIMIT)
 }
 
-/// Runs `work` on a simulated clock. The clock stands still while a task is ready.
+/// Runs `work` on a simulated clock. The clock advances only while no task is ready.
 fn run(work: impl AsyncFnOnce(Handle) + 'static) {
     let executor = Executor::simulated().unwrap();
     let handle = executor.handle().clone();
