@@ -394,6 +394,29 @@ mod tests {
         assert!((before * 6 / 10..before * 7 / 10).contains(&left()), "{} of {before}", left());
     }
 
+    /// A guest can choose when its queue asks, so it must gain nothing by that choice.
+    #[test]
+    fn after_a_change_of_the_share_the_smaller_share_pays_the_time_before() {
+        let payment = |virtual_time, part: f64| Payment { virtual_time, worth: part, rate: part };
+        for [before, after] in [[0.25, 0.75], [0.75, 0.25], [0.5, 0.5]] {
+            let (debt, smaller) = (Debt::default(), f64::min(before, after));
+            let owed = 10 * SECOND;
+            debt.owe_device(NOW, [owed, owed], &payment(0, before));
+            let left = |now, virtual_time, part| {
+                let [_, by_time, by_order] = debt.device_left(now, &payment(virtual_time, part));
+                [by_time, by_order]
+            };
+            // A second of the time and of the virtual time has passed.
+            let paid = (SECOND as f64 * smaller) as u64;
+            let first = left(NOW + SECOND, SECOND, after);
+            assert_eq!(first, [owed - paid; 2], "{before} before, {after} after");
+            // From then on the new share counts.
+            let paid = paid + (SECOND as f64 * after) as u64;
+            let second = left(NOW + 2 * SECOND, 2 * SECOND, after);
+            assert_eq!(second, [owed - paid; 2], "{before} before, {after} after");
+        }
+    }
+
     /// The neighbour hardly uses the device. At the weights alone the debt would last 47 hours.
     #[test]
     fn a_part_of_the_device_pays_the_debt_of_the_lowest_weight() {

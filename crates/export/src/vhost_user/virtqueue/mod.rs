@@ -269,3 +269,6 @@ fn push(
     descs.push(Desc { addr, len, writable });
     Ok(())
 }
+
+#[cfg(test)]
+mod tests;
