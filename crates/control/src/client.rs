@@ -12,8 +12,8 @@ use serde_json::Value;
 use tokio::net::UnixStream;
 
 use crate::events::{Event, QUIET, What};
-use crate::problem::Problem;
-use crate::types::{Job, JobState};
+use crate::json::problem::Problem;
+use crate::json::types::{Job, JobState};
 
 /// Time before a client asks again after a stream has ended or none was free.
 const PAUSE: Duration = Duration::from_millis(200);

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::types::{LimitSetting, State};
+use crate::json::types::{LimitSetting, State};
 
 /// The figures of a server at one moment.
 #[derive(Clone, Debug, Default, Deserialize, PartialEq, Serialize, ToSchema)]

@@ -1,25 +1,17 @@
 //! The API of a server: HTTP and JSON on a Unix socket, under `/v1`, and a client for it.
 //!
 //! ```text
+//!   server     the thread that accepts connections, and the bounds of a connection
+//!   client     one call to a server
+//!   calls/     the paths of the calls, with their OpenAPI description
+//!   metrics/   figures as text for Prometheus, and what the metrics' address offers
 //!   operator   the trait that a server implements: one function for each call
-//!   types      what calls receive and return, as JSON
-//!   problem    errors as problem documents (RFC 9457)
-//!   routes     paths, parameters and bodies of the calls; their OpenAPI description
 //!   events/    the latest events of a server, and their stream
 //!   figures    the figures of a server, for programs that collect them
-//!   metrics/   figures as metrics in Prometheus' text format
-//!   scrape     sends figures and metrics within bounds
-//!   page       what the metrics' address offers
-//!   keys       the keys of a disk in a body
-//!   body       reads a JSON body within bounds
-//!   wrong_type describes values of a wrong type without Rust's names of types
-//!   limits     times that bound what a client occupies
-//!   log        lines about calls and connections, within bounds
-//!   server     the thread that accepts connections, and the bounds of a connection
-//!   connections  the connections of a listener, and which of them makes room for another one
-//!   access     who may connect
-//!   client     one call to a server
+//!   json/      what calls receive and return, and errors as problem documents (RFC 9457)
+//!   bounds/    what a client may do and occupy: access, connections, times, log lines
 //! ```
+//! A line uses only lines below it. `server` does not use `client`.
 //!
 //! In: connections of processes of this host. Out: calls of an [`Operator`]. Metrics are also on a
 //! loopback address, if the server has one.
@@ -31,33 +23,23 @@
 
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod access;
-mod body;
+mod bounds;
+mod calls;
 pub mod client;
-mod connections;
-mod description;
 pub mod events;
 pub mod figures;
-mod keys;
-mod limits;
-mod log;
+mod json;
 pub mod metrics;
 mod operator;
-mod page;
-mod problem;
-mod query;
-mod routes;
-mod scrape;
 mod server;
-pub mod types;
-mod wrong_type;
 
-pub use access::{Access, Peer};
-pub use body::invalid;
-pub use keys::Object;
-pub use limits::ClientLimits;
-pub use operator::{Answer, Departure, Operator};
-pub use problem::{Kind, Problem};
-pub use routes::description;
+pub use bounds::access::{Access, Peer};
+pub use bounds::limits::ClientLimits;
+pub use calls::routes::description;
+pub use json::body::invalid;
+pub use json::keys::Object;
+pub use json::problem::{Answer, Kind, Problem};
+pub use json::types;
+pub use json::wrong_type::wrong_type;
+pub use operator::{Departure, Operator};
 pub use server::{Acceptance, Api, Listeners};
-pub use wrong_type::wrong_type;

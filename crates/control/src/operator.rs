@@ -5,15 +5,12 @@ use std::sync::Arc;
 
 use crate::events::EventLog;
 use crate::figures::Figures;
-use crate::keys::Object;
-use crate::problem::Problem;
-use crate::types::{
+use crate::json::keys::Object;
+use crate::json::problem::Answer;
+use crate::json::types::{
     ChangeQuery, Disconnect, Disconnected, Disk, DiskRow, Drain, Drained, Flushed, Fork, Job,
     JobRequest, Reload, Removed, Resize, Resized, Resumed, ServerInfo, Upgraded,
 };
-
-/// Answer of a call.
-pub type Answer<T> = Result<T, Problem>;
 
 /// A wait for clients that leave a disk. Each call returns whether they have left or the wait has
 /// failed, and None while they are still connected. Does not block for long.

@@ -2,7 +2,7 @@
 //!
 //! What must hold: a client that sends nothing, reads nothing or does either slowly occupies one of
 //! a bounded number of connections, for a bounded time, and bounded memory. Such clients shut no
-//! other one out: see [`connections`](crate::connections). Connections to the
+//! other one out: see [`connections`](crate::bounds::connections). Connections to the
 //! metrics' address do not count as connections to the API.
 
 use std::future::poll_fn;
@@ -26,14 +26,15 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::sync::{oneshot, watch};
 use tokio_io_timeout::TimeoutStream;
 
-use crate::access::Access;
-use crate::connections::{Accepted, Connection, Connections, follow};
+use crate::bounds::access::Access;
+use crate::bounds::connections::{Accepted, Connection, Connections, follow};
+use crate::bounds::limits::ClientLimits;
+use crate::bounds::log::ConnectionLog;
+use crate::calls::routes;
 use crate::events::EventLog;
-use crate::limits::ClientLimits;
-use crate::log::ConnectionLog;
+use crate::metrics::page;
+use crate::metrics::scrape::{Cutoff, Scrapes};
 use crate::operator::Operator;
-use crate::scrape::{Cutoff, Scrapes};
-use crate::{page, routes};
 
 /// How long clients may read the last events of a server that ends.
 const LAST_EVENTS: Duration = Duration::from_secs(1);

@@ -6,8 +6,8 @@ use std::sync::atomic::AtomicBool;
 use blockyard_export::Reactors;
 use blockyard_image::SharedImages;
 
+use crate::interface::observer::{Event, Observer};
 use crate::jobs::Jobs;
-use crate::observer::{Event, Observer};
 use crate::openings::Openings;
 use crate::shares::Shares;
 

@@ -13,9 +13,9 @@ use blockyard_image::ChainOptions;
 use blockyard_ring::parcel::Parcel;
 
 use crate::context::Context;
+use crate::interface::observer::{Event, Observer};
+use crate::interface::settings::{Activation, DiskSettings, Way, WayError};
 use crate::jobs::Jobs;
-use crate::observer::{Event, Observer};
-use crate::settings::{Activation, DiskSettings, Way, WayError};
 use crate::shares::Shares;
 
 /// Longest wait for an event. The event itself ends the wait.

@@ -8,10 +8,10 @@ use std::time::Duration;
 use blockyard_disk::Disk;
 use blockyard_ring::pool::{Pool, Refused};
 
-use crate::error::YardError;
 use crate::exports::Exports;
-use crate::job::{Job, JobKind};
-use crate::observer::{Event, Observer};
+use crate::interface::error::YardError;
+use crate::interface::job::{Job, JobKind};
+use crate::interface::observer::{Event, Observer};
 
 /// Maximum number of jobs that run at a time, for all disks together.
 const MAX_RUNNING: usize = 16;

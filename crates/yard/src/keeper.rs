@@ -17,10 +17,10 @@ use blockyard_ring::pool::{Pool, Refused};
 
 use crate::context::Context;
 use crate::exports::Exports;
-use crate::sample::KnownDisk;
+use crate::interface::sample::KnownDisk;
+use crate::interface::settings::DiskSettings;
+use crate::interface::state::DiskState;
 use crate::served::{Ended, ServedDisk, describe_image};
-use crate::settings::DiskSettings;
-use crate::state::DiskState;
 
 /// Threads that open disks. They mostly wait for an image's metadata.
 const OPENING_THREADS: usize = 8;

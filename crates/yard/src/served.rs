@@ -18,12 +18,12 @@ use blockyard_ring::parcel::Parcel;
 use blockyard_sched::{Knobs, Share};
 
 use crate::context::Context;
-use crate::error::YardError;
 use crate::exports::Exports;
-use crate::observer::{Event, Resized};
-use crate::obstacle::Obstacle;
+use crate::interface::error::YardError;
+use crate::interface::observer::{Event, Resized};
+use crate::interface::obstacle::Obstacle;
+use crate::interface::settings::{Activation, DiskSettings};
 use crate::openings::Starting;
-use crate::settings::{Activation, DiskSettings};
 
 /// Length of a serial number in bytes (virtio 1.2, section 5.2.6.1).
 const SERIAL_BYTES: usize = 20;

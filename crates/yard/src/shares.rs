@@ -10,8 +10,8 @@ use std::sync::{Arc, PoisonError, RwLock};
 use blockyard_disk::{Source, sched_time};
 use blockyard_sched::{Calibration, DeviceProfile, Host, Knobs, Share};
 
-use crate::error::YardError;
-use crate::settings::DiskSettings;
+use crate::interface::error::YardError;
+use crate::interface::settings::DiskSettings;
 
 /// The measured calibration of a device.
 #[derive(Clone, Debug)]

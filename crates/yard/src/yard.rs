@@ -14,18 +14,18 @@ use blockyard_image::{Format, Opener, Program, SharedImages};
 use blockyard_sched::Knobs;
 
 use crate::context::Context;
-use crate::error::YardError;
 use crate::exports::Exports;
-use crate::job::{Job, JobKind};
+use crate::interface::error::YardError;
+use crate::interface::job::{Job, JobKind};
+use crate::interface::observer::{Observer, Resized};
+use crate::interface::sample::{self, Sample, SampleError};
+use crate::interface::settings::{DiskSettings, WayError};
+use crate::interface::state::DiskState;
 use crate::jobs::Jobs;
 use crate::keeper::{Answer, DiskInfo, Keeper, Message, Operation};
-use crate::observer::{Observer, Resized};
 use crate::openings::{HeldOpenings, Starting};
-use crate::sample::{self, Sample, SampleError};
 use crate::served::{Change, Ended, HandedDisk, Report, ServedDisk};
-use crate::settings::{DiskSettings, WayError};
 use crate::shares::Shares;
-use crate::state::DiskState;
 
 /// Longest time that a job waits for an answer of the keeper.
 const KEEPER_TIME: Duration = Duration::from_secs(10);

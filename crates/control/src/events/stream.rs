@@ -20,9 +20,8 @@ use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
 use super::{Event, EventLog, EventsQuery, MAX_STREAMS, Next, Place, QUIET};
-use crate::body::Parameters;
-use crate::operator::Answer;
-use crate::problem::{Kind, Problem};
+use crate::json::body::Parameters;
+use crate::json::problem::{Answer, Kind, Problem};
 
 const LAST_ID: &str = "last-event-id";
 

@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use crate::types::{Job, KeyChange};
+use crate::json::types::{Job, KeyChange};
 
 /// An event of the server.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]

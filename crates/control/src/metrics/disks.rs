@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 
 use crate::figures::{DiskFigures, Figures, HistogramFigures, OperationFigures};
-use crate::types::LimitSetting;
+use crate::json::types::LimitSetting;
 
 use super::text::{Family, Kind, Text, Value, label};
 

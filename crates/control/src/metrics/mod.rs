@@ -1,6 +1,8 @@
 //! Figures as metrics in Prometheus' text format, version 0.0.4.
 //!
 //! ```text
+//!   page      what the metrics' address offers: a web page, metrics and figures
+//!   scrape    collects figures, and sends their text within bounds
 //!   text      the format: names, labels, values
 //!   server    metrics of the process, its reactors and devices
 //!   disks     metrics of each disk
@@ -12,6 +14,8 @@
 //! only have to be written. Such a library would also write the labels of each line again.)
 
 mod disks;
+pub(crate) mod page;
+pub(crate) mod scrape;
 mod server;
 mod text;
 

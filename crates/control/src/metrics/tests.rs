@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::*;
 use crate::figures::{DiskFigures, HistogramFigures, OperationFigures, ReactorFigures};
-use crate::types::State;
+use crate::json::types::State;
 
 fn disk(name: &str) -> DiskFigures {
     let histogram = HistogramFigures { sum: 0.25, buckets: vec![0, 3, 0, 4, 0, 2, 0, 1] };

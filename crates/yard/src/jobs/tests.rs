@@ -6,8 +6,8 @@ use blockyard_image::ChainOptions;
 
 use super::*;
 use crate::fixture::{Calls, FakeObserver, FakeWay, until};
-use crate::job::JobState;
-use crate::settings::Way;
+use crate::interface::job::JobState;
+use crate::interface::settings::Way;
 
 fn disk(name: &str) -> Arc<Disk> {
     let options = DiskOptions {

@@ -48,7 +48,7 @@ fn a_failed_offer_leaves_nothing_behind() {
     let image = Image::new(1 << 20);
     /// Keeps the disk that it was started for.
     struct Keeps(Mutex<std::sync::Weak<Disk>>);
-    impl crate::settings::Way for Keeps {
+    impl crate::interface::settings::Way for Keeps {
         fn describe(&self) -> String {
             "/keeps".into()
         }
@@ -56,7 +56,7 @@ fn a_failed_offer_leaves_nothing_behind() {
             &self,
             disk: &Arc<Disk>,
             reactors: &Arc<Reactors>,
-        ) -> Result<Box<dyn Export>, crate::settings::WayError> {
+        ) -> Result<Box<dyn Export>, crate::interface::settings::WayError> {
             *self.0.lock().unwrap() = Arc::downgrade(disk);
             // The first client of an export opens the image on a reactor.
             let opened = disk.clone();

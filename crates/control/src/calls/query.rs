@@ -15,8 +15,7 @@ use axum::response::Response;
 use utoipa::openapi::path::{Operation, ParameterIn, PathItem};
 use utoipa::openapi::{OpenApi, RefOr};
 
-use crate::operator::Answer;
-use crate::problem::{Kind, Problem};
+use crate::json::problem::{Answer, Kind, Problem};
 
 /// The path of the description, which does not have itself.
 pub(crate) const DESCRIPTION: &str = "/v1/openapi.json";

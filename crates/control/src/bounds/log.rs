@@ -15,7 +15,7 @@ use axum::middleware::Next;
 use axum::response::Response;
 use blockyard_ring::log_budget::{Budget, Withheld};
 
-use crate::access::{AccessError, Peer};
+use super::access::{AccessError, Peer};
 
 /// Maximum number of users with a limit of their own. Further ones share one.
 const MAX_USERS: usize = 64;

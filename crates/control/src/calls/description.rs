@@ -4,8 +4,7 @@
 use utoipa::openapi::path::{Operation, PathItem};
 use utoipa::openapi::{Content, OpenApi, Ref, RefOr, Response};
 
-/// The content type of problem documents.
-pub(crate) const PROBLEM: &str = "application/problem+json";
+use crate::json::problem::PROBLEM;
 
 pub(crate) fn complete(mut description: OpenApi) -> OpenApi {
     description.paths.paths.values_mut().flat_map(operations).for_each(describe_refusals);

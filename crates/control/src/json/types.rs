@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 use utoipa::{IntoParams, ToSchema};
 
-use crate::keys::{self, unique_keys};
+use super::keys::{self, unique_keys};
 
 /// The server.
 #[derive(Clone, Debug, Deserialize, PartialEq, Serialize, ToSchema)]

@@ -7,7 +7,7 @@ use std::sync::Weak;
 
 use blockyard_disk::{Disk, DiskObserver};
 
-use crate::job::Job;
+use super::job::Job;
 
 /// Capacity in bytes, before and after.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,20 +18,20 @@ use utoipa::openapi::OpenApi as Description;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
-use crate::body::{Body, Parameters};
-use crate::description::complete;
+use super::description::complete;
+use super::query::{DESCRIPTION, KnownParameters, refuse_unknown};
+use crate::bounds::log::{self, FailedCalls};
 use crate::events::stream as events;
-use crate::keys::Keys;
-use crate::log::{self, FailedCalls};
-use crate::operator::{Answer, Operator};
-use crate::problem::{Kind, Problem};
-use crate::query::{DESCRIPTION, KnownParameters, refuse_unknown};
-use crate::scrape::{self, Scrapes};
-use crate::types::{
+use crate::json::body::{Body, Parameters};
+use crate::json::keys::Keys;
+use crate::json::problem::{Answer, Kind, Problem};
+use crate::json::types::{
     Backup, ChangeQuery, Disconnect, Disconnected, Disk, Disks, Drain, Drained, Flushed, Fork, Job,
     JobRequest, Jobs, Reload, ReloadQuery, RemoveQuery, Removed, Resize, Resized, Resumed,
     ServerInfo, Snapshot, Upgrade, Upgraded,
 };
+use crate::metrics::scrape::{self, Scrapes};
+use crate::operator::Operator;
 
 /// Maximum number of threads that run calls. Two of them answer calls that do not block, and those
 /// that end a drain. These block for 2 s at most.

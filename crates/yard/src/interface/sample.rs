@@ -16,7 +16,7 @@ use blockyard_export::{PolicyFigures, Reactors};
 use blockyard_ring::{Clock, NoReply};
 use blockyard_sched::Knobs;
 
-use crate::state::DiskState;
+use super::state::DiskState;
 
 /// Number of disks in one job of a reactor, which copies their counts between two batches of
 /// requests.

@@ -17,8 +17,8 @@ use axum::routing::get;
 
 use base64::Engine;
 
-use crate::problem::{Kind, Problem};
-use crate::scrape::Scrapes;
+use super::scrape::Scrapes;
+use crate::json::problem::{Kind, Problem};
 
 const PAGE: &str = include_str!("page.html");
 

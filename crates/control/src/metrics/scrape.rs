@@ -25,11 +25,11 @@ use utoipa::openapi::OpenApi as Description;
 use utoipa_axum::router::OpenApiRouter;
 use utoipa_axum::routes;
 
+use crate::bounds::limits::ClientLimits;
 use crate::figures::Figures;
-use crate::limits::ClientLimits;
+use crate::json::problem::{Answer, Kind, Problem};
 use crate::metrics;
-use crate::operator::{Answer, Operator};
-use crate::problem::{Kind, Problem};
+use crate::operator::Operator;
 
 /// Maximum number of texts of a listener in memory.
 const MAX_TEXTS: usize = 4;

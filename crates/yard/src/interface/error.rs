@@ -6,8 +6,8 @@ use std::path::PathBuf;
 use blockyard_disk::{Difference, SourceError, WorkError};
 use blockyard_export::LongestHold;
 
-use crate::obstacle::Obstacle;
-use crate::settings::WayError;
+use super::obstacle::Obstacle;
+use super::settings::WayError;
 
 /// Error of a command of the yard.
 #[derive(Debug, thiserror::Error)]

@@ -5,7 +5,11 @@ use axum::response::{IntoResponse, Response};
 use serde::{Deserialize, Serialize};
 use utoipa::ToSchema;
 
-use crate::description::PROBLEM;
+/// The content type of problem documents.
+pub(crate) const PROBLEM: &str = "application/problem+json";
+
+/// Answer of a call.
+pub type Answer<T> = Result<T, Problem>;
 
 /// What is wrong with a call. Each kind has a status and a title.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -6,9 +6,9 @@ use http_body_util::{BodyExt, LengthLimitError, Limited};
 use serde::de::DeserializeOwned;
 use serde_json::error::Category;
 
-use crate::limits::ClientLimits;
-use crate::problem::{Kind, Problem};
-use crate::wrong_type::wrong_type;
+use super::problem::{Kind, Problem};
+use super::wrong_type::wrong_type;
+use crate::bounds::limits::ClientLimits;
 
 /// Maximum size of a body in bytes.
 const MAX_BODY: usize = 64 << 10;

@@ -9,7 +9,7 @@ use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Deserializer};
 use serde_json::{Map, Value};
 
-use crate::problem::{Kind, Problem};
+use super::problem::{Kind, Problem};
 
 /// A JSON object with the keys of a `[[disk]]` table. The server parses them itself.
 pub type Object = Map<String, Value>;
