@@ -1,39 +1,21 @@
 //! Safe wrappers of everything that needs system calls or `unsafe`: io_uring, memory, sockets.
 //!
 //! ```text
-//!   executor   one thread, one io_uring, many tasks     remote    work submitted by other threads
-//!   inbox      wake-ups and calls from other threads    operation one operation in the kernel
-//!   wake       watched descriptors, signals             join      several operations in one task
-//!   enter      the system call that submits and waits
-//!   file       files and block devices over io_uring    policy    which writes bypass io_uring
-//!   file_slot  a file's descriptor on one ring
-//!   socket     connected sockets over io_uring          ublk      ublk devices: control, queues
-//!   rights     descriptors received over Unix sockets (SCM_RIGHTS)
-//!   parcel     bytes and descriptors for the next server
-//!   memory     guest memory: regions, slices, bounds    segments  an iovec, and its memory's owner
-//!   buffers    a ring's table of registered memory      fault     SIGBUS in shared memory
-//!   registration  the guest memory of a front end in this table
-//!   mapper     which files of front ends are mapped     quota     limits on the mapped bytes
-//!   mapping    memory of other processes, unmapped by a thread if it is large
-//!   memory_file  what such a file is stored in      silence   workers that complete nothing
-//!   dirty_log  marks guest memory that was written, for live migration
-//!   nbd_device the kernel's NBD client                  xen       xenstore, event channels, grants
-//!   pool       bounded threads for work that may block  workers   calls that an executor awaits
-//!   compute    long computations                        pulse     an executor's state (watchdog)
-//!   clock      clocks of the kernel
-//!   semaphore  limits how many operations or bytes are in progress
-//!   doorbell   signals to eventfds of other processes, without blocking
-//!   words      shared memory that outlives the process
-//!   host       file locks, device geometry, block-device ioctls, socket options
-//!   topology   the block device under a file
-//!   small_file files that an operator names: configuration, certificates
-//!   inherited  listening sockets passed at start (socket activation)
-//!   sandbox    files and system calls of a server   threads   starts threads in a sandbox
-//!   holder     a process that keeps descriptors for a server, and starts it again
-//!   witness    a process outside the sandbox        holders   processes that have locked a file
-//!   log_budget limits log lines that peers cause
-//!   user       the user that a server runs as      child     processes that signals do not end
+//!   tasks      one thread, one io_uring, many tasks; wake-ups and calls from other threads
+//!   uring      one ring: its operations, its system calls, its table of files; doorbells
+//!   offload    work on other threads: pools, calls that an executor awaits, long computations
+//!   mem        memory that the kernel, a guest or another process uses too; limits on it; an iovec
+//!   files      files and block devices; calls to the host other than reads and writes
+//!   sockets    connected sockets over io_uring; descriptors that arrive over them
+//!   devices    ublk, Xen, the kernel's NBD client
+//!   policy     which calls bypass io_uring
+//!   sandbox    files and system calls of a server
+//!   processes  the holder, the witness, parcels and sockets for the next server, users
+//!   reports    static probes, log lines and texts that peers cause
+//!   testing    waits with a limit, for the tests
 //! ```
+//!
+//! The paths below are the interface. They do not show the folders.
 //!
 //! In: memory addresses and offsets in bytes, to which the caller has given a meaning. Out:
 //! results.
@@ -46,83 +28,50 @@
 // log do not.
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
-mod block_device;
-pub mod buffers;
-pub mod child;
-mod clock;
-mod compute;
-mod dirty_log;
-pub mod doorbell;
-mod enter;
-pub mod executor;
-mod fault;
-pub mod file;
-mod file_slot;
-pub mod holder;
-pub mod holders;
-pub mod host;
-mod inbox;
-pub mod inherited;
-pub mod join;
-mod locals;
-pub mod log_budget;
-mod mapper;
-mod mapping;
-pub mod memory;
-mod memory_file;
-mod meter;
-pub mod nbd_device;
-mod operation;
-#[cfg(test)]
-mod own_process;
-pub mod parcel;
+mod devices;
+mod files;
+mod mem;
+mod offload;
 mod policy;
-pub mod pool;
-pub mod probe;
-mod pulse;
-mod quota;
-mod registration;
-pub mod remote;
-pub mod resident;
-pub mod rights;
+mod processes;
+mod reports;
 pub mod sandbox;
-pub mod segments;
-pub mod semaphore;
-mod silence;
-pub mod small_file;
-mod socket;
-pub mod text;
-pub mod threads;
-mod topology;
-pub mod ublk;
+mod sockets;
+mod tasks;
+#[cfg(test)]
+mod testing;
 mod uring;
-pub mod user;
-mod wake;
-pub mod witness;
-mod words;
-mod workers;
-pub mod xen;
 
-pub use buffers::{Outcome, Refusal};
-pub use clock::Clock;
-pub use compute::THREADS as COMPUTING_THREADS;
-pub use dirty_log::{DirtyLog, LOG_PAGE, log_covers};
-pub use executor::{Executor, Handle};
-pub use fault::MemoryAlarm;
-pub use fault::install as survive_lost_memory;
-pub use file::{LockedFile, OpenMode, UringFile, write_back_rate};
-pub use mapper::Mapper;
-pub use memory::{GuestMemory, MemoryError, Region, SharedSlice};
-pub use memory_file::MemoryFile;
-pub use meter::Meter;
+pub use devices::{nbd_device, ublk, xen};
+pub use files::{file, host, small_file};
+pub use mem::{buffers, memory, resident, segments};
+pub use offload::{pool, threads};
+pub use processes::{child, holder, holders, inherited, parcel, user, witness};
+pub use reports::{log_budget, probe, text};
+pub use sockets::rights;
+pub use tasks::{executor, join, remote, semaphore};
+pub use uring::doorbell;
+
+pub use files::file::{LockedFile, OpenMode, UringFile, write_back_rate};
+pub use mem::buffers::{Outcome, Refusal};
+pub use mem::dirty_log::{DirtyLog, LOG_PAGE, log_covers};
+pub use mem::fault::MemoryAlarm;
+pub use mem::fault::install as survive_lost_memory;
+pub use mem::mapper::Mapper;
+pub use mem::memory::{GuestMemory, MemoryError, Region, SharedSlice};
+pub use mem::memory_file::MemoryFile;
+pub use mem::quota::{Exceeded, MEMORY_SLOTS};
+pub use mem::segments::{AlignedBuf, Lent, Loan, Segments};
+pub use mem::words::SharedWords;
+pub use offload::compute::THREADS as COMPUTING_THREADS;
 pub use policy::slow_calls::{CallMode, SlowCallCounters, SlowCallFigures, SlowCalls};
 pub use policy::{Latest, WriteFigures, later};
-pub use pulse::{Pulse, Watcher};
-pub use quota::{Exceeded, MEMORY_SLOTS};
-pub use registration::Registration;
-pub use remote::{NoReply, PendingReply, Remote, Reply};
-pub use segments::{AlignedBuf, Lent, Loan, Segments};
-pub use socket::{MOST_PIECES, Socket, is_canceled, write_rest};
+pub use sockets::socket::{MOST_PIECES, Socket, is_canceled, write_rest};
+pub use tasks::clock::Clock;
+pub use tasks::executor::{Executor, Handle};
+pub use tasks::meter::Meter;
+pub use tasks::pulse::{Pulse, Watcher};
+pub use tasks::registration::Registration;
+pub use tasks::remote::{NoReply, PendingReply, Remote, Reply};
+pub use tasks::wake::{Signal, Watch, park};
 pub use uring::TaskId;
-pub use wake::{Signal, Watch, park};
-pub use words::SharedWords;

@@ -10,6 +10,11 @@ use std::task::{Poll, Waker};
 
 use blockyard_ring::Executor;
 
+// The waits of this crate's tests. Not all of them are used here.
+#[allow(dead_code)]
+#[path = "../src/testing/waits.rs"]
+mod waits;
+
 struct Counting;
 
 thread_local! {
@@ -47,7 +52,7 @@ fn a_completion_by_another_thread_allocates_nothing() {
     let (asked, seen) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicU64::new(0)));
     let (theirs, answers) = (asked.clone(), seen.clone());
     let thread = std::thread::spawn(move || {
-        let waker = waker.recv().unwrap();
+        let waker = waits::receive(&waker, "the task waits");
         let mut before = 0;
         for round in 1..=WARM + ROUNDS {
             if round == WARM {
@@ -55,13 +60,11 @@ fn a_completion_by_another_thread_allocates_nothing() {
             }
             theirs.store(round, SeqCst);
             waker.wake_by_ref();
-            while answers.load(SeqCst) < round {
-                std::thread::yield_now();
-            }
+            waits::until("the task has seen it", || answers.load(SeqCst) >= round);
         }
         allocated() - before
     });
-    let here = executor.block_on(async move {
+    let here = waits::block_on(&executor, async move {
         let (mut before, mut given) = (0, false);
         poll_fn(move |cx| {
             if !std::mem::replace(&mut given, true) {
@@ -76,5 +79,5 @@ fn a_completion_by_another_thread_allocates_nothing() {
         })
         .await
     });
-    assert_eq!((here.unwrap(), thread.join().unwrap()), (0, 0));
+    assert_eq!((here.unwrap(), waits::join(thread, "it has counted")), (0, 0));
 }

@@ -6,7 +6,6 @@
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
@@ -15,6 +14,8 @@ use blockyard_image::cow::{self, Backing, Cow, CowOptions, CreateOptions, Header
 use blockyard_image::{CacheMode, CopyDown, Image, ImageFile, Layer, OpenOptions, Raw};
 use blockyard_ring::{Executor, Segments};
 use blockyard_storage::sim::{Rng, pattern};
+
+use crate::tools;
 
 /// A folder that is removed after its test, on the disk of the build, so that O_DIRECT and holes
 /// work.
@@ -52,8 +53,7 @@ impl Drop for Folder {
 
 /// Runs a program of User Mode Linux; returns success and output.
 fn uml(program: &str, arguments: &[&Path]) -> (bool, String) {
-    let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
-    let output = Command::new(tool).arg(program).args(arguments).output().unwrap();
+    let output = tools::output(tools::tool(program).args(arguments));
     let text = [output.stdout, output.stderr].concat();
     (output.status.success(), String::from_utf8_lossy(&text).into_owned())
 }
@@ -84,7 +84,7 @@ impl Host {
     }
 
     fn run<T: 'static>(self, work: impl Future<Output = T> + 'static) -> T {
-        self.executor.block_on(work).unwrap()
+        tools::block_on(&self.executor, work)
     }
 
     fn info(cache: CacheMode, cow: &Path) -> cow::Report {

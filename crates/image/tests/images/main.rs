@@ -11,6 +11,7 @@
 //!   fuzzed       the corpora of the fuzz targets
 //!   compared     bytes that were read, compared with those expected
 //!   lives        runs simulations by their seeds, on all processors
+//!   tools        other programs and long work, each with a limit
 //! ```
 
 mod compared;
@@ -26,3 +27,4 @@ mod power_cuts;
 mod qcow2;
 mod qcow2_cold;
 mod raw_files;
+mod tools;

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! What must hold: nothing in this folder makes system calls, starts a thread or reads a clock.
-//! `file/`, sockets and exports carry out the decisions.
+//! Files, sockets and exports carry out the decisions.
 
 pub(crate) mod change_time;
 pub(crate) mod dirty;

@@ -8,9 +8,9 @@ use std::collections::BTreeMap;
 
 use seccompiler::{SeccompCmpArgLen, SeccompCmpOp, SeccompCondition, SeccompRule};
 
-use crate::block_device::BLKDISCARD;
-use crate::nbd_device;
-use crate::xen::abi::REQUESTS as XEN_REQUESTS;
+use crate::devices::nbd_device;
+use crate::devices::xen::abi::REQUESTS as XEN_REQUESTS;
+use crate::files::block_device::BLKDISCARD;
 
 /// Rules by system call. No rule means that the call is allowed with all arguments.
 pub(super) type Rules = BTreeMap<i64, Vec<SeccompRule>>;

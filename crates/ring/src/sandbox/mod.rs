@@ -15,7 +15,7 @@
 //! - Reactors and the threads that open images cannot write into the folders of the configuration.
 //!   Threads of the API can.
 //! - A thread of a stricter kind calls [`confine`] at its start. It starts no threads itself: new
-//!   threads come from the thread of [`threads`](crate::threads), which is not as strict.
+//!   threads come from the thread of [`threads`](crate::offload::threads), which is not as strict.
 //! - Nothing here changes the process if the sandbox is off.
 
 mod arguments;
@@ -52,7 +52,7 @@ pub fn enter(folders: Vec<Folder>) -> io::Result<Vec<String>> {
     if let Err(e) = calls::apply(Kind::Any) {
         lacks.push(format!("the kernel has no filters for system calls (seccomp): {e}"));
     }
-    crate::threads::start(withhold)?;
+    crate::offload::threads::start(withhold)?;
     let _ = GRANTED.set(is_enforced.then(|| Granted::new(&folders)));
     Ok(lacks)
 }

@@ -5,6 +5,7 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::{Command, Output};
 
 use super::*;
+use crate::testing::waits;
 
 const CHILD: &str = "BLOCKYARD_TEST_SANDBOX";
 
@@ -23,7 +24,7 @@ fn child(name: &str, case: &str) -> Output {
     let name = format!("sandbox::tests::{name}");
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", &name, "--nocapture", "--test-threads=1"]).env(CHILD, case);
-    command.output().unwrap()
+    waits::output(&mut command, &name)
 }
 
 /// Calls that no thread of a server may make.
@@ -193,7 +194,10 @@ fn files_outside_of_the_folders_are_refused_and_threads_of_reactors_may_do_more(
             confine(Kind::Reactor);
             assert_eq!(std::fs::read(inside.join("new")).unwrap(), b"x");
             let bind = || drop(std::net::UdpSocket::bind("127.0.0.1:0").unwrap());
-            crate::threads::spawn(std::thread::Builder::new(), bind).unwrap().join().unwrap();
+            crate::offload::threads::spawn(std::thread::Builder::new(), bind)
+                .unwrap()
+                .join()
+                .unwrap();
         });
         reactor.join().unwrap();
         println!("whole");
@@ -242,7 +246,10 @@ fn reactors_and_threads_that_open_images_do_not_write_into_the_configuration() {
             check();
         });
         reactor.join().unwrap();
-        crate::threads::spawn(std::thread::Builder::new(), others).unwrap().join().unwrap();
+        crate::offload::threads::spawn(std::thread::Builder::new(), others)
+            .unwrap()
+            .join()
+            .unwrap();
         println!("whole");
         std::process::exit(0);
     };
@@ -261,7 +268,7 @@ fn a_ring_of_a_sandbox_refuses_other_operations() {
         enter(vec![Folder::new("/", Access::Write)]).unwrap();
         let mut ring = crate::uring::Uring::<crate::Handle>::new().unwrap();
         let event = rustix::event::eventfd(0, rustix::event::EventfdFlags::NONBLOCK).unwrap();
-        let mut bell = crate::doorbell::Doorbell::new(&event).unwrap();
+        let mut bell = crate::uring::doorbell::Doorbell::new(&event).unwrap();
         confine(Kind::Reactor);
         assert_eq!(ring.result_of_shutdown(), -libc::EACCES);
         assert_eq!(bell.result_of_socket(), -libc::EACCES);

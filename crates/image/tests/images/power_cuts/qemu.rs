@@ -1,10 +1,11 @@
 //! Second opinion: QEMU checks and reads some of the images.
 
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::Output;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::chain::{Files, file_name};
+use crate::tools;
 
 /// Exit status of `qemu-img check` for an image with leaks and no other errors.
 const ONLY_LEAKS: i32 = 3;
@@ -46,8 +47,7 @@ pub fn judge(layers: &[Files], disk: &[u8]) -> Result<(), String> {
 }
 
 fn qemu_img(folder: &Path, arguments: &[&str]) -> Output {
-    let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
-    Command::new(tool).arg("qemu-img").args(arguments).current_dir(folder).output().unwrap()
+    tools::output(tools::tool("qemu-img").args(arguments).current_dir(folder))
 }
 
 fn text(output: &Output) -> String {

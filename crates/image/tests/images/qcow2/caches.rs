@@ -4,6 +4,7 @@ use blockyard_image::{Chain, ChainOptions};
 use blockyard_ring::{Executor, Segments};
 
 use super::peer::{Scratch, qemu_img};
+use crate::tools;
 
 const M: u64 = 1 << 20;
 const DEPTH: usize = 8;
@@ -72,5 +73,5 @@ fn reads_all_over_the_disk_stay_within_the_limit() {
         let limits = |each: &[(u64, u64)]| each.iter().map(|one| one.1).collect::<Vec<_>>();
         assert_eq!(limits(&kept(&chain).0), limits(&before), "the overlay was dropped");
     };
-    executor.block_on(work).unwrap();
+    tools::block_on(&executor, work);
 }

@@ -9,6 +9,7 @@ use blockyard_image::{Chain, ChainOptions, Image};
 use blockyard_ring::{COMPUTING_THREADS, Executor, Segments};
 
 use super::peer::{Scratch, qemu_img};
+use crate::tools;
 
 const CLUSTER: u64 = 2 << 20;
 
@@ -67,5 +68,5 @@ fn other_requests_go_on_while_large_clusters_wait_for_a_thread() {
         assert_eq!(*found.borrow(), contents[CLUSTER as usize + 512..][..512]);
         assert_eq!(read(&image, 512).await, contents[512..1024]);
     };
-    executor.block_on(test).unwrap();
+    tools::block_on(&executor, test);
 }

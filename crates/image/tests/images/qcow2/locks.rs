@@ -1,36 +1,45 @@
 //! Image locks: this crate opens an image that QEMU has open, and QEMU opens an image that this
 //! crate has open.
 
-use std::io::{BufRead, BufReader, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdout, Stdio};
 
 use blockyard_image::{CacheMode, ImageFile, OpenError, OpenOptions};
 
 use super::peer::Scratch;
+use crate::tools;
 
 fn open(path: &Path, read_only: bool) -> Result<ImageFile, OpenError> {
     ImageFile::open(&OpenOptions::new(path, read_only, CacheMode::Writeback))
 }
 
 /// A `qemu-io` process that has the file open until this is dropped.
-struct Qemu(Child);
+struct Qemu {
+    process: Child,
+    out: Option<BufReader<ChildStdout>>,
+}
 
 impl Qemu {
     fn open(path: &Path, read_only: bool) -> Option<Self> {
-        let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
-        let mut command = Command::new(tool);
-        command.arg("qemu-io").args(read_only.then_some("-r")).args(["-f", "raw"]).arg(path);
+        let mut command = tools::tool("qemu-io");
+        command.args(read_only.then_some("-r")).args(["-f", "raw"]).arg(path);
         let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let _ = child.stdin.as_mut().unwrap().write_all(b"read 0 512\n");
-        let mut out = BufReader::new(child.stdout.as_mut().unwrap());
-        let mut line = String::new();
-        while out.read_line(&mut line).unwrap() > 0 {
-            if line.contains("read 512/512") {
-                return Some(Qemu(child));
-            }
+        let pipe = child.stdout.take().unwrap();
+        // Made before the wait, so that a wait that fails leaves no process.
+        let mut qemu = Qemu { process: child, out: None };
+        let (has_read, out) = tools::within("qemu-io reads the file, or ends", move || {
+            let mut out = BufReader::new(pipe);
+            let has_read = out.by_ref().lines().any(|line| line.unwrap().contains("read 512/512"));
+            (has_read, out)
+        });
+        // It writes more, and would end if the pipe had no reader.
+        qemu.out = Some(out);
+        if has_read {
+            return Some(qemu);
         }
-        assert!(!child.wait().unwrap().success(), "{line}");
+        assert!(!tools::end(&mut qemu.process, "qemu-io").success(), "it has read nothing");
         None
     }
 }
@@ -38,8 +47,11 @@ impl Qemu {
 impl Drop for Qemu {
     fn drop(&mut self) {
         // `qemu-io` exits at the end of its input.
-        drop(self.0.stdin.take());
-        self.0.wait().unwrap();
+        drop(self.process.stdin.take());
+        if std::thread::panicking() {
+            let _ = self.process.kill();
+        }
+        tools::end(&mut self.process, "qemu-io");
     }
 }
 

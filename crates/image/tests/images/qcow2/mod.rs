@@ -20,6 +20,7 @@ use blockyard_storage::sim::Rng;
 
 use self::peer::{Scratch, qemu_img};
 use crate::compared::{first_difference, note_discard};
+use crate::tools;
 
 const SIZE: u64 = 24 << 20;
 
@@ -97,15 +98,13 @@ fn session(options: &ChainOptions, model: Model, seed: u64) -> Model {
     let chain = Chain::open(options).unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
-    executor
-        .block_on(async move {
-            let image = Rc::new(chain.image(&handle).unwrap());
-            check(&image, &model, 0, SIZE as usize).await;
-            let model = work(image.clone(), model, seed, 150).await;
-            image.close().await.unwrap();
-            model
-        })
-        .unwrap()
+    tools::block_on(&executor, async move {
+        let image = Rc::new(chain.image(&handle).unwrap());
+        check(&image, &model, 0, SIZE as usize).await;
+        let model = work(image.clone(), model, seed, 150).await;
+        image.close().await.unwrap();
+        model
+    })
 }
 
 /// Runs `work` on `a.qcow2`.
@@ -120,7 +119,7 @@ fn on_image_with<T: 'static>(
     let chain = Chain::open(options).unwrap();
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
-    executor.block_on(async move { work(chain.image(&handle).unwrap()).await }).unwrap()
+    tools::block_on(&executor, async move { work(chain.image(&handle).unwrap()).await })
 }
 
 /// Checks that QEMU reads the expected contents, and finds the image consistent.

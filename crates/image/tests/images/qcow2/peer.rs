@@ -1,8 +1,9 @@
 //! QEMU's tools, and temporary folders.
 
-use std::path::{Path, PathBuf};
-use std::process::Command;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::tools;
 
 /// A folder that is removed after the test.
 pub struct Scratch {
@@ -40,14 +41,5 @@ impl Drop for Scratch {
 
 /// Runs `qemu-img`, which must succeed; returns its output.
 pub fn qemu_img(arguments: &[&str]) -> String {
-    let tool = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
-    let output = Command::new(tool).arg("qemu-img").args(arguments).output().unwrap();
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "qemu-img {arguments:?}: {}{}",
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    text(&output.stdout)
+    tools::good(tools::tool("qemu-img").args(arguments))
 }

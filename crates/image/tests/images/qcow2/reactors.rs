@@ -15,6 +15,7 @@ use blockyard_storage::sim::Rng;
 
 use super::peer::{Scratch, qemu_img};
 use crate::compared::note_discard;
+use crate::tools;
 
 const SECTOR: u64 = 512;
 const SIZE: u64 = 6 << 20;
@@ -126,7 +127,7 @@ fn reactor(chain: &Chain, number: u64, seed: u64, disk: &[u8]) -> Vec<(u64, Vec<
             done.wait().await;
         }
     };
-    executor.block_on(end).unwrap();
+    tools::block_on(&executor, end);
     all.take()
 }
 
@@ -152,7 +153,7 @@ fn run(options: &ChainOptions, seed: u64, mut disk: Vec<u8>) -> Vec<u8> {
     }
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
-    executor.block_on(async move { chain.image(&handle).unwrap().close().await }).unwrap().unwrap();
+    tools::block_on(&executor, async move { chain.image(&handle).unwrap().close().await }).unwrap();
     disk
 }
 

@@ -3,7 +3,7 @@
 
 use std::fs::File;
 use std::os::unix::fs::FileExt;
-use std::time::Duration;
+use std::rc::Rc;
 
 use blockyard_image::qcow2::bitmap_directory::{self, BitmapEntry, DIRTY_TRACKING, IN_USE};
 use blockyard_image::qcow2::check::{FindingKind, Repair, Report};
@@ -11,9 +11,10 @@ use blockyard_image::qcow2::header::AUTOCLEAR_BITMAPS;
 use blockyard_image::qcow2::{BitmapsExtension, Compression, Header};
 use blockyard_image::tools::{Disk, on_reactor};
 use blockyard_image::{Chain, ChainOptions};
-use blockyard_ring::Clock;
+use blockyard_ring::Meter;
 
-use super::peer::{Scratch, check_in_pieces, our_check};
+use super::peer::{Scratch, check_in_pieces, metered_check};
+use crate::tools;
 
 const CLUSTER: u64 = 1 << 16;
 const TIB: u64 = 1 << 40;
@@ -74,18 +75,22 @@ impl Hostile {
 
     fn check_and_repair(&self, repair: Repair) -> Report {
         self.write_header();
-        soon(|| our_check(&self.path, repair))
+        let path = self.path.clone();
+        let (report, transfers) =
+            tools::within("the check ends", move || metered_check(&path, repair));
+        assert_few(transfers);
+        report
     }
 }
 
-/// Runs `work`, which must end soon.
-fn soon<T>(work: impl FnOnce() -> T) -> T {
-    // Measure the thread's own processor time, because the machine may be busy with other work.
-    let start = Clock::Thread.read();
-    let result = work();
-    let time = Clock::Thread.read() - start;
-    assert!(time < Duration::from_secs(60), "it took {time:?} of processor time");
-    result
+/// Most operations on the file, and most bytes of them. The images have at most 42 MB of data, and
+/// up to four million references to tables and blocks. To follow each would take as many reads.
+const MOST_OPERATIONS: u64 = 1000;
+const MOST_BYTES: u64 = 128 << 20;
+
+fn assert_few((operations, bytes): (u64, u64)) {
+    assert!(operations <= MOST_OPERATIONS, "{operations} operations");
+    assert!(bytes <= MOST_BYTES, "{bytes} bytes");
 }
 
 #[test]
@@ -198,11 +203,16 @@ fn the_clusters_in_use_are_not_searched_in_refcount_blocks_that_are_holes() {
     hostile.words(CLUSTER, (0..1 << 20).map(|n| 3 * TIB + n * 512));
     hostile.write_header();
     let options = ChainOptions { read_only: true, ..ChainOptions::new(&hostile.path) };
-    soon(|| {
-        let chain = Chain::open(&options).unwrap();
-        let opened = on_reactor(|handle| async move { Disk::of(&chain, &handle).await.map(drop) });
+    let transfers = tools::within("the disk is opened", move || {
+        let (chain, meter) = (Chain::open(&options).unwrap(), Rc::new(Meter::default()));
+        let counts = meter.clone();
+        let opened = on_reactor(|handle| async move {
+            Disk::of(&chain, &handle.metered(&meter)).await.map(drop)
+        });
         opened.unwrap();
+        counts.counted()
     });
+    assert_few(transfers);
 }
 
 #[test]

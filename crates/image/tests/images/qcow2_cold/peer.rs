@@ -1,12 +1,15 @@
 //! QEMU's tools, temporary folders, and this crate's code on a file of the host.
 
-use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::path::PathBuf;
+use std::process::Output;
+use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_image::qcow2::check::{self, Limits, Repair, Report};
 use blockyard_image::{CacheMode, ImageError, ImageFile, OpenOptions, Raw};
-use blockyard_ring::Executor;
+use blockyard_ring::{Executor, Handle, Meter};
+
+use crate::tools;
 
 /// A folder that is removed after the test.
 pub struct Scratch(PathBuf);
@@ -34,20 +37,11 @@ impl Drop for Scratch {
 }
 
 fn run(tool: &str, arguments: &[&str]) -> Output {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../guests/tool");
-    Command::new(path).arg(tool).args(arguments).output().unwrap()
+    tools::output(tools::tool(tool).args(arguments))
 }
 
 fn good(tool: &str, arguments: &[&str]) -> String {
-    let output = run(tool, arguments);
-    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
-    assert!(
-        output.status.success(),
-        "{tool} {arguments:?}: {}{}",
-        text(&output.stdout),
-        text(&output.stderr)
-    );
-    text(&output.stdout)
+    tools::good(tools::tool(tool).args(arguments))
 }
 
 /// Runs `qemu-img`, which must succeed; returns its output.
@@ -96,10 +90,10 @@ pub fn qemu_check(path: &str, repair: Option<&str>) -> Report {
     }
 }
 
-fn open(executor: &Executor, path: &str) -> Raw {
+fn open(handle: &Handle, path: &str) -> Raw {
     let options = OpenOptions::new(path, false, CacheMode::Writeback);
     let file = ImageFile::open(&options).unwrap();
-    Raw::open(&file, executor.handle()).unwrap()
+    Raw::open(&file, handle).unwrap()
 }
 
 /// Runs `work` on the file, opened for writing.
@@ -108,8 +102,8 @@ pub fn on_file<T: 'static, F: Future<Output = T>>(
     work: impl FnOnce(Raw) -> F + 'static,
 ) -> T {
     let executor = Executor::new().unwrap();
-    let raw = open(&executor, path);
-    executor.block_on(async move { work(raw).await }).unwrap()
+    let raw = open(executor.handle(), path);
+    tools::block_on(&executor, async move { work(raw).await })
 }
 
 /// Like [`on_file`], with an image and its data file.
@@ -119,8 +113,8 @@ pub fn two_files<T: 'static, F: Future<Output = T>>(
     work: impl FnOnce(Raw, Raw) -> F + 'static,
 ) -> T {
     let executor = Executor::new().unwrap();
-    let (raw, data) = (open(&executor, path), open(&executor, data));
-    executor.block_on(async move { work(raw, data).await }).unwrap()
+    let (raw, data) = (open(executor.handle(), path), open(executor.handle(), data));
+    tools::block_on(&executor, async move { work(raw, data).await })
 }
 
 pub fn try_check(path: &str, repair: Repair) -> Result<Report, ImageError> {
@@ -136,4 +130,12 @@ pub fn check_in_pieces(path: &str, repair: Repair, memory: usize) -> Report {
 
 pub fn our_check(path: &str, repair: Repair) -> Report {
     try_check(path, repair).unwrap_or_else(|e| panic!("{path}: {e}"))
+}
+
+/// Like [`our_check`]. Also returns the number of operations on the file, and their bytes.
+pub fn metered_check(path: &str, repair: Repair) -> (Report, (u64, u64)) {
+    let (executor, meter) = (Executor::new().unwrap(), Rc::new(Meter::default()));
+    let raw = open(&executor.handle().metered(&meter), path);
+    let report = tools::block_on(&executor, async move { check::check(&raw, None, repair).await });
+    (report.unwrap_or_else(|e| panic!("{path}: {e}")), meter.counted())
 }

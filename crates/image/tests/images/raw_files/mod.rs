@@ -22,6 +22,7 @@ use proptest::prelude::*;
 use proptest::test_runner::TestCaseError;
 
 use crate::compared::first_difference;
+use crate::tools;
 
 /// The guest's memory in bytes: twice the largest request, with room for gaps.
 const MEMORY: u64 = 1 << 20;
@@ -70,7 +71,7 @@ fn on_image<T: 'static, F: Future<Output = T> + 'static>(
     work: impl FnOnce(Raw) -> F,
 ) -> T {
     let executor = Executor::new().unwrap();
-    executor.block_on(work(Raw::open(file, executor.handle()).unwrap())).unwrap()
+    tools::block_on(&executor, work(Raw::open(file, executor.handle()).unwrap()))
 }
 
 async fn put(raw: &Raw, offset: u64, bytes: &[u8]) {
@@ -408,13 +409,8 @@ fn rustix_uid() -> u32 {
     fs::metadata("/proc/self").unwrap().uid()
 }
 
-/// Runs a tool; returns its first line of output.
+/// Runs a tool of util-linux; returns its first line of output.
 fn run(tool: &str, args: &[&str]) -> String {
-    let output = Command::new(tool)
-        .args(args)
-        .output()
-        .unwrap_or_else(|e| panic!("{tool} (of util-linux): {e}"));
-    let error = String::from_utf8_lossy(&output.stderr);
-    assert!(output.status.success(), "{tool} {args:?}: {error}");
-    String::from_utf8_lossy(&output.stdout).lines().next().unwrap_or_default().to_string()
+    let said = tools::good(Command::new(tool).args(args));
+    said.lines().next().unwrap_or_default().to_string()
 }
