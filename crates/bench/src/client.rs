@@ -20,10 +20,12 @@ mod fake;
 mod host;
 pub mod load;
 mod nbd;
+pub mod quota;
 pub mod report;
 mod tally;
 pub mod verify;
 mod vhost;
+mod watchdog;
 mod worker;
 pub mod workload;
 pub mod xen;
@@ -41,12 +43,13 @@ use serde::Serialize;
 
 use cpu::BackEnd;
 use load::{Limit, Load};
+use quota::Quota;
 use report::Report;
 use verify::Verifier;
 use workload::{Generator, Mix, Pacer, Pattern, Pauses, Split};
 
 use crate::process::Stop;
-use crate::target;
+use crate::targets;
 
 /// Maximum size of the buffers of all operations in flight, in bytes.
 const MOST_BUFFERS: u64 = 16 << 30;
@@ -63,7 +66,7 @@ pub struct LoadOptions {
     pub file: Option<PathBuf>,
     /// Put the same load on an NBD export instead: nbd://HOST[:PORT][/EXPORT] or
     /// nbd+unix:///[EXPORT]?socket=PATH; a connection for each queue
-    #[arg(long, value_name = "URI", conflicts_with = "file", value_parser = target::nbd::parse)]
+    #[arg(long, value_name = "URI", conflicts_with = "file", value_parser = targets::nbd::parse)]
     #[serde(serialize_with = "as_text")]
     pub nbd: Option<Uri>,
     /// Through the host's page cache, without O_DIRECT
@@ -154,6 +157,10 @@ pub struct LoadOptions {
     #[arg(skip)]
     #[serde(skip)]
     pub over: Arc<AtomicBool>,
+    /// Ends the measured time of all loads that share it.
+    #[arg(skip)]
+    #[serde(skip)]
+    pub quota: Option<Arc<Quota>>,
     /// Ends the run when the user interrupts it.
     #[arg(skip)]
     #[serde(skip)]
@@ -310,7 +317,7 @@ pub fn measure(options: &LoadOptions) -> Result<Report> {
 }
 
 /// The options, resolved for a disk of known size. They determine the work of each queue.
-struct LoadSetup<'a> {
+pub(crate) struct LoadSetup<'a> {
     options: &'a LoadOptions,
     seed: u64,
     first: u64,
@@ -318,7 +325,7 @@ struct LoadSetup<'a> {
 }
 
 impl<'a> LoadSetup<'a> {
-    fn new(options: &'a LoadOptions, capacity: u64) -> Result<Self> {
+    pub(crate) fn new(options: &'a LoadOptions, capacity: u64) -> Result<Self> {
         let (bs, offset) = (options.bs, options.offset);
         anyhow::ensure!(
             offset.is_multiple_of(bs),
@@ -359,7 +366,7 @@ impl<'a> LoadSetup<'a> {
         (self.first + each * u64::from(queue), each)
     }
 
-    fn load(&self, queue: u16) -> Result<Load> {
+    pub(crate) fn load(&self, queue: u16) -> Result<Load> {
         let options = self.options;
         let (first, blocks) = self.part(queue);
         let mix = Mix {
@@ -388,6 +395,10 @@ impl<'a> LoadSetup<'a> {
         let load = Load::new(generator, verifier, pacer, limit, over, options.bs)?;
         let load = load.with_stop(options.stop.clone());
         let load = if options.end_flush { load.with_end_flush() } else { load };
+        let load = match &options.quota {
+            Some(quota) => load.with_quota(quota.clone()),
+            None => load,
+        };
         Ok(if options.steps { load.with_steps() } else { load })
     }
 

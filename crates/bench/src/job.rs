@@ -18,7 +18,7 @@ use crate::client::{self, parse_seconds, workload::Pattern};
 use crate::experiment::{self, Experiment};
 use crate::process::{Process, Stop};
 use crate::results::{Run, Spent};
-use crate::target::{TargetAddress, guard};
+use crate::targets::{TargetAddress, guard};
 
 /// A load with a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -63,6 +63,14 @@ impl JobName {
     }
 }
 
+/// What ends a run.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub enum RunLimit {
+    Seconds(f64),
+    /// Operations in all.
+    Operations(u64),
+}
+
 /// The parameters of a job.
 struct Parts {
     pattern: Pattern,
@@ -97,7 +105,7 @@ impl Job {
     }
 
     /// Returns fio's job file. `log`: the file for throughput, a line for each tenth of a second.
-    pub fn file(self, target: &str, seconds: f64, log: Option<&str>) -> String {
+    pub fn file(self, target: &str, limit: RunLimit, log: Option<&str>) -> String {
         let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
         let rw = pattern.to_possible_value().map(|v| v.get_name().to_string()).unwrap_or_default();
         let size =
@@ -107,13 +115,20 @@ impl Job {
         } else {
             String::new()
         };
+        let limit = match limit {
+            RunLimit::Seconds(seconds) => format!("time_based=1\nruntime={seconds}"),
+            // fio ends after the file's bytes, too. So many bytes are no end.
+            RunLimit::Operations(ops) => {
+                format!("number_ios={}\nio_size={IO_SIZE}", ops.div_ceil(jobs.into()))
+            }
+        };
         let log = log
             .map(|log| format!("write_bw_log={log}\nlog_avg_msec=100\nper_job_logs=0\n"))
             .unwrap_or_default();
         // A colon separates the names of files. fio removes a backslash only before a colon.
         let target = target.replace(':', "\\:");
         format!(
-            "[global]\nioengine=libaio\ndirect=1\nfilename={target}\ntime_based=1\nruntime={seconds}\nrandrepeat=1\n\
+            "[global]\nioengine=libaio\ndirect=1\nfilename={target}\n{limit}\nrandrepeat=1\n\
              randseed=1\nnorandommap=1\ngroup_reporting=1\npercentile_list=1:5:10:25:50:75:90:95:99:99.9\n{log}\n\
              [{}]\nrw={rw}\n{mix}{size}\niodepth={depth}\nnumjobs={jobs}\n",
             self.name()
@@ -121,7 +136,7 @@ impl Job {
     }
 
     /// Returns the same load for our own engine.
-    fn options(self, target: &TargetAddress, seconds: f64) -> Result<client::LoadOptions> {
+    fn options(self, target: &TargetAddress, limit: RunLimit) -> Result<client::LoadOptions> {
         let Parts { pattern, reads, sizes, depth, jobs } = self.parts();
         let mut options = client::LoadOptions::for_socket("socket".into());
         match target {
@@ -137,7 +152,11 @@ impl Job {
         }
         (options.rw, options.rwmixread, options.depth, options.queues) =
             (pattern, reads, depth, jobs);
-        (options.runtime, options.seed) = (seconds, Some(1));
+        options.seed = Some(1);
+        match limit {
+            RunLimit::Seconds(seconds) => options.runtime = seconds,
+            RunLimit::Operations(ops) => options.ops = Some(ops),
+        }
         if sizes.contains('/') {
             options.bssplit = Some(client::parse_split(sizes)?);
         } else {
@@ -159,6 +178,9 @@ pub struct JobOptions {
     /// Seconds to run
     #[arg(long, value_name = "S", default_value = "10", value_parser = parse_seconds)]
     pub seconds: f64,
+    /// Operations to do in all, instead of seconds; fio rounds up to a multiple of its jobs
+    #[arg(long, value_name = "N", conflicts_with = "seconds", value_parser = clap::value_parser!(u64).range(1..))]
+    pub ops: Option<u64>,
     /// Print fio's job file, and do nothing
     #[arg(long)]
     pub print: bool,
@@ -171,6 +193,12 @@ pub struct JobOptions {
     /// One JSON object instead of the table
     #[arg(long)]
     pub json: bool,
+}
+
+impl JobOptions {
+    fn limit(&self) -> RunLimit {
+        self.ops.map_or(RunLimit::Seconds(self.seconds), RunLimit::Operations)
+    }
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -190,7 +218,7 @@ pub fn run(options: &JobOptions) -> Result<()> {
             return experiment_on(experiment, target, options.destroy);
         }
         JobName::Job(job) if options.print => {
-            output::print(job.file(target, options.seconds, None))?
+            output::print(job.file(target, options.limit(), None))?
         }
         JobName::Job(job) => return load(options, job, target),
     }
@@ -218,12 +246,12 @@ fn load(options: &JobOptions, job: Job, target: &str) -> Result<()> {
     if engine == Engine::Own {
         return client::run(&client::LoadOptions {
             json: options.json,
-            ..job.options(&place, options.seconds)?
+            ..job.options(&place, options.limit())?
         });
     }
     let fio =
         fio.context("fio is not installed, or cannot be used on this target: say --engine own")?;
-    let run = by_fio(&fio, job, target, options.seconds)?;
+    let run = by_fio(&fio, job, target, options.limit())?;
     if options.json {
         output::print(format_args!("{}\n", serde_json::to_string(&run)?))?;
         return Ok(());
@@ -257,8 +285,12 @@ fn fio() -> Option<std::path::PathBuf> {
 
 /// Time that fio has beyond the load's own: it lays out a file, and waits for its last operations.
 const ENDING: Duration = Duration::from_secs(600);
+/// Longest run of a number of operations, which has no time of its own.
+const LONGEST: Duration = Duration::from_secs(24 * 60 * 60);
+/// Bytes that no run moves.
+const IO_SIZE: &str = "1p";
 
-fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
+fn by_fio(fio: &Path, job: Job, target: &str, limit: RunLimit) -> Result<Run> {
     let stop = Stop::on_signals()?;
     let folder = std::env::temp_dir().join(format!("blockyard-job.{}", std::process::id()));
     std::fs::create_dir(&folder)?;
@@ -267,12 +299,16 @@ fn by_fio(fio: &Path, job: Job, target: &str, seconds: f64) -> Result<Run> {
         let target = std::path::absolute(target)?;
         let target = target.to_str().context("fio takes no path that is not UTF-8")?;
         anyhow::ensure!(!target.contains("\\:"), "{target}: fio cannot have \"\\:\" in a path");
-        std::fs::write(&file, job.file(target, seconds, log.to_str()))?;
+        std::fs::write(&file, job.file(target, limit, log.to_str()))?;
         let mut command = Command::new(fio);
         command.arg("--output-format=json").arg(&file);
         let mut process = Process::start(&command)?;
         // fio prints its results at the end.
-        let limit = Instant::now() + Duration::from_secs_f64(seconds) + ENDING;
+        let load = match limit {
+            RunLimit::Seconds(seconds) => Duration::from_secs_f64(seconds),
+            RunLimit::Operations(_) => LONGEST,
+        };
+        let limit = Instant::now() + load + ENDING;
         let mut text = String::new();
         while let Some((_, line)) = process.line(&stop, limit)? {
             text += &line;
@@ -341,9 +377,11 @@ fn throughput(log: &str) -> Vec<f64> {
 mod tests {
     use super::*;
 
+    const TEN: RunLimit = RunLimit::Seconds(10.0);
+
     #[test]
     fn job_files_are_those_of_the_reports() {
-        let file = Job::Fileserver.file("/dev/vdb", 10.0, None);
+        let file = Job::Fileserver.file("/dev/vdb", TEN, None);
         for line in [
             "[fileserver]",
             "rw=randrw",
@@ -354,16 +392,31 @@ mod tests {
         ] {
             assert!(file.lines().any(|l| l == line), "{line} is missing:\n{file}");
         }
-        let path = Job::Fileserver.file("/dev/disk/by-path/pci-0000:00:05.0", 10.0, None);
+        let path = Job::Fileserver.file("/dev/disk/by-path/pci-0000:00:05.0", TEN, None);
         assert!(path.contains("filename=/dev/disk/by-path/pci-0000\\:00\\:05.0\n"), "{path}");
-        let label = Job::Fileserver.file(r"/dev/disk/by-label/My\x20Disk", 10.0, None);
+        let label = Job::Fileserver.file(r"/dev/disk/by-label/My\x20Disk", TEN, None);
         assert!(label.contains("filename=/dev/disk/by-label/My\\x20Disk\n"), "{label}");
-        assert!(Job::FileserverWrites.file("x", 1.0, None).contains("rwmixread=20\n"));
+        assert!(Job::FileserverWrites.file("x", TEN, None).contains("rwmixread=20\n"));
+        let timed = file.lines().filter(|l| ["time_based=1", "runtime=10"].contains(l));
+        assert_eq!(timed.count(), 2, "{file}");
         let shares = client::parse_split(FILESERVER).unwrap();
         assert_eq!(shares.0.iter().map(|s| u32::from(s.1)).sum::<u32>(), 100);
         assert!(
-            Job::RandomWrites.file("x", 1.0, None).contains("bs=64k\niodepth=256\nnumjobs=4\n")
+            Job::RandomWrites.file("x", TEN, None).contains("bs=64k\niodepth=256\nnumjobs=4\n")
         );
+    }
+
+    #[test]
+    fn a_number_of_operations_is_divided_among_the_jobs_and_ends_the_run() {
+        let file = Job::RandomWrites.file("x", RunLimit::Operations(1001), None);
+        // Four jobs.
+        assert!(file.contains("number_ios=251\n") && file.contains("io_size=1p\n"), "{file}");
+        assert!(!file.contains("time"), "{file}");
+        let options =
+            |limit| Job::Fileserver.options(&TargetAddress::File("x".into()), limit).unwrap();
+        assert_eq!(options(RunLimit::Operations(1001)).ops, Some(1001));
+        let timed = options(RunLimit::Seconds(3.0));
+        assert_eq!((timed.ops, timed.runtime), (None, 3.0));
     }
 
     #[test]

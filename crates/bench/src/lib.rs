@@ -3,7 +3,7 @@
 //! ```text
 //!   client      `bench client`: load on a vhost-user-blk back end, an NBD export or a host file
 //!   rate        `bench rate`: times one operation after another, of random size and offset
-//!   target      files, devices, vhost-user and NBD servers for `rate`
+//!   targets     files, devices, vhost-user and NBD servers for `rate`
 //!   figures     `bench median`, `percentile`: durations by operation size (samples: sorts them)
 //!   job         `bench job`: named loads, by fio or by the client's engine
 //!   experiment  dd and rm, mount and copy, boot
@@ -11,6 +11,8 @@
 //!   calibrate   `bench calibrate`: the costs of a device's operations
 //!   xen         `bench xen`: the blkif back end beside vhost-user
 //!   neighbours  `bench neighbours`: disks of one device beside one another
+//!   rounds      interleaved rounds: the loop of compare, calibrate, xen and neighbours
+//!   turns       `bench turns`: their order, for scripts
 //!   process     processes that end with their owner, interruption
 //!   results     all figures as data     report  a table and a page     draw  `bench plot`
 //!   diff        `bench diff`: two sets of results
@@ -37,9 +39,11 @@ pub mod process;
 pub mod rate;
 pub mod report;
 pub mod results;
+pub mod rounds;
 pub mod samples;
 #[cfg(test)]
 mod scratch;
 pub mod statistics;
-pub mod target;
+pub mod targets;
+pub mod turns;
 pub mod xen;

@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use blockyard_bench::process::Interrupted;
 use blockyard_bench::{
-    calibrate, client, compare, diff, draw, figures, job, neighbours, rate, xen,
+    calibrate, client, compare, diff, draw, figures, job, neighbours, rate, turns, xen,
 };
 use blockyard_program::ending::{Failure, refuse};
 use blockyard_program::outline::Outline;
@@ -61,6 +61,10 @@ enum Bench {
     /// Compare two sets of results. Exit status: 0 nothing is slower, 1 something is slower beyond
     /// the noise or missing, 2 failed.
     Diff(diff::DiffOptions),
+    /// Print the turns of interleaved rounds, for a script that measures in guests: each line has
+    /// a round, a row and a system.
+    #[command(hide = true)]
+    Turns(turns::TurnsOptions),
     /// Print these commands and their options as JSON: `blockyard` writes man pages and completions
     /// from it.
     #[command(hide = true)]
@@ -99,11 +103,12 @@ fn run(command: &Bench) -> Result<u8, Failure> {
         Bench::Compare(options) => interruptible(compare::run(options))?,
         Bench::Neighbours(options) => interruptible(neighbours::run(options))?,
         Bench::Calibrate(options) => interruptible(calibrate::run(options))?,
-        Bench::Xen(options) => xen::run(options)?,
+        Bench::Xen(options) => interruptible(xen::run(options))?,
         Bench::Diff(options) => {
             let same = diff::run(options).map_err(|e| Failure::with_status(2, e))?;
             return Ok(u8::from(!same));
         }
+        Bench::Turns(options) => turns::run(options)?,
         Bench::Outline => output::print(format_args!(
             "{}\n",
             serde_json::to_string(&Outline::of(&Cli::command()))?

@@ -16,7 +16,7 @@ use indicatif::{ProgressBar, ProgressStyle};
 
 use crate::client::workload::Random;
 use crate::client::{parse_seconds, parse_size};
-use crate::target::{Access, Target, TargetAddress, guard};
+use crate::targets::{Access, Target, TargetAddress, guard};
 
 /// Random seeks and operations of random sizes, one at a time: prints size in bytes and duration in
 /// seconds of each.

@@ -5,9 +5,9 @@
 //!   image ── disk ── reactors ─┬─ vhost-user ── socket ──────────────── load
 //!                              └─ xen ── machine (no hypervisor) ────── load
 //! ```
-//! In: an image, a load. Out: a table, or JSON. What must hold: all rows use the same disk,
-//! reactors and load, one after the other, in each round. The back end's CPU time is that of this
-//! process without the load's threads.
+//! In: an image, a load. Out: a table, or JSON; after an interruption that of the finished rounds.
+//! What must hold: all rows use the same disk, reactors and load; `rounds` orders them. The back
+//! end's CPU time is that of this process without the load's threads.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -23,9 +23,11 @@ use blockyard_program::output;
 use blockyard_ring::xen::{Host, Machine};
 use serde::Serialize;
 
-use crate::client;
 use crate::client::report::Report;
 use crate::client::xen::{FrontEnd, XenLoadOptions};
+use crate::client::{self, LoadOptions};
+use crate::process::{Interrupted, Stop};
+use crate::rounds::{Rounds, Turn};
 
 /// Domain id and device name of the front end that makes the load.
 const DOMAIN: u16 = 1;
@@ -75,49 +77,72 @@ const ROWS: [(&str, BackEndKind); 5] = [
 #[derive(Serialize)]
 struct Measured {
     row: &'static str,
-    round: u16,
+    round: u32,
     report: Report,
 }
 
 pub fn run(options: &CompareXenOptions) -> anyhow::Result<()> {
     let rows: Vec<_> = ROWS.into_iter().filter(|(name, _)| name.contains(&options.only)).collect();
     anyhow::ensure!(!rows.is_empty(), "--only {}: no row has such a name", options.only);
-    let stage = Stage::new(options)?;
+    let stop = Stop::on_signals()?;
+    let stage = Stage::new(options, &stop)?;
     let mut measured = Vec::new();
-    for round in 0..options.rounds {
-        for (row, kind) in &rows {
-            let report = stage.measure(*kind).with_context(|| format!("row \"{row}\""))?;
-            if let Some(first) = &report.first_error {
-                anyhow::bail!(
-                    "row \"{row}\": {} operations failed, the first: {first}",
-                    report.errors
-                );
-            }
-            measured.push(Measured { row, round, report });
-        }
+    let end = play(&rows, options.rounds, &stop, &|kind| stage.measure(kind), &mut measured);
+    if end.as_ref().is_err_and(|e| !e.is::<Interrupted>()) {
+        return end;
     }
     anyhow::ensure!(
         blockyard_export::close(&stage.disk, &stage.reactors),
         "closing {}",
         options.image.display()
     );
+    if measured.is_empty() {
+        return end;
+    }
     let text = if options.json {
         format!("{}\n", serde_json::to_string(&measured)?)
     } else {
         table(&rows, &measured)
     };
-    Ok(output::print(text)?)
+    output::print(text)?;
+    end
+}
+
+/// Measures all rows in rounds, and adds the reports of each finished round.
+fn play(
+    rows: &[(&'static str, BackEndKind)],
+    rounds: u16,
+    stop: &Stop,
+    measure: &dyn Fn(BackEndKind) -> anyhow::Result<Report>,
+    measured: &mut Vec<Measured>,
+) -> anyhow::Result<()> {
+    let measure = |turn: Turn| {
+        let (row, kind) = rows[turn.system];
+        let report = measure(kind).with_context(|| format!("row \"{row}\""))?;
+        if let Some(first) = &report.first_error {
+            anyhow::bail!("row \"{row}\": {} operations failed, the first: {first}", report.errors);
+        }
+        Ok(report)
+    };
+    let keep = |round, _, reports: Vec<(usize, Report)>| {
+        let of_row = |(row, report): (usize, Report)| Measured { row: rows[row].0, round, report };
+        measured.extend(reports.into_iter().map(of_row));
+        Ok(())
+    };
+    // The back ends are the systems of one row.
+    Rounds::new(rounds.into(), [rows.len()], stop).run_whole(measure, keep)
 }
 
 struct Stage<'a> {
     options: &'a CompareXenOptions,
+    stop: Stop,
     disk: Arc<Disk>,
     reactors: Arc<Reactors>,
     socket: PathBuf,
 }
 
 impl<'a> Stage<'a> {
-    fn new(options: &'a CompareXenOptions) -> anyhow::Result<Self> {
+    fn new(options: &'a CompareXenOptions, stop: &Stop) -> anyhow::Result<Self> {
         let chain = ChainOptions { cache: options.cache, ..ChainOptions::new(&options.image) };
         let source =
             Source::open(&chain).with_context(|| format!("opening {}", options.image.display()))?;
@@ -132,7 +157,12 @@ impl<'a> Stage<'a> {
         let reactors = Arc::new(Reactors::start(options.reactors.into(), &[])?);
         let socket =
             std::env::temp_dir().join(format!("blockyard-bench-{}.sock", std::process::id()));
-        Ok(Stage { options, disk: Arc::new(Disk::new(disk, source)), reactors, socket })
+        let disk = Arc::new(Disk::new(disk, source));
+        Ok(Stage { options, stop: stop.clone(), disk, reactors, socket })
+    }
+
+    fn load(&self) -> LoadOptions {
+        LoadOptions { stop: self.stop.clone(), ..self.options.load.options(self.socket.clone()) }
     }
 
     fn measure(&self, kind: BackEndKind) -> anyhow::Result<Report> {
@@ -143,7 +173,7 @@ impl<'a> Stage<'a> {
     }
 
     fn vhost_user(&self, poll: PollMode) -> anyhow::Result<Report> {
-        let load = self.options.load.options(self.socket.clone());
+        let load = self.load();
         let tuning = Tuning {
             poll,
             in_band: false,
@@ -163,7 +193,7 @@ impl<'a> Stage<'a> {
     }
 
     fn xen(&self, data: XenData, persistent: bool) -> anyhow::Result<Report> {
-        let load = self.options.load.options(self.socket.clone());
+        let load = self.load();
         let machine = Machine::new();
         let device: Name = DEVICE.parse().map_err(anyhow::Error::msg)?;
         let options =
@@ -219,4 +249,84 @@ fn table(rows: &[(&'static str, BackEndKind)], measured: &[Measured]) -> String 
         );
     }
     text
+}
+
+#[cfg(test)]
+mod tests {
+    use std::cell::Cell;
+
+    use super::*;
+    use crate::client::cpu::{BackEnd, Meter};
+    use crate::client::load::Tally;
+    use crate::client::report::Target;
+
+    /// Returns the report of this number of reads in a second.
+    fn report(reads: u64, first_error: Option<&str>) -> Report {
+        let mut tally = Tally::new().unwrap();
+        (tally.reads, tally.elapsed_ns) = (reads, 1_000_000_000);
+        (tally.errors, tally.first_error) =
+            (u64::from(first_error.is_some()), first_error.map(Into::into));
+        let options = LoadOptions::for_socket("s".into());
+        Report::new(&options, Target::default(), &tally, &Meter::new(BackEnd::Unknown).unwrap(), 0)
+    }
+
+    /// Plays three rounds of two rows. `measure` gets the number of the measurement, from 1 on.
+    fn played(
+        stop: &Stop,
+        measure: impl Fn(u64) -> Report,
+    ) -> (anyhow::Result<()>, Vec<(&'static str, u32, f64)>) {
+        let (calls, mut measured) = (Cell::new(0), Vec::new());
+        let next = |_| {
+            calls.set(calls.get() + 1);
+            Ok(measure(calls.get()))
+        };
+        let end = play(&ROWS[..2], 3, stop, &next, &mut measured);
+        (end, measured.iter().map(|m| (m.row, m.round, m.report.iops)).collect())
+    }
+
+    const FIRST: [(&str, u32, f64); 2] =
+        [("vhost-user", 0, 1.0), ("vhost-user, no polling", 0, 2.0)];
+
+    #[test]
+    fn each_round_begins_with_another_row_and_the_table_has_the_median() {
+        let (end, measured) = played(&Stop::default(), |call| report(call, None));
+        end.unwrap();
+        let rest = [
+            ("vhost-user, no polling", 1, 3.0),
+            ("vhost-user", 1, 4.0),
+            ("vhost-user", 2, 5.0),
+            ("vhost-user, no polling", 2, 6.0),
+        ];
+        assert_eq!(measured, [&FIRST[..], &rest].concat());
+        let all: Vec<_> = measured
+            .iter()
+            .map(|(row, round, iops)| Measured {
+                row,
+                round: *round,
+                report: report(*iops as u64, None),
+            })
+            .collect();
+        let table = table(&ROWS[..2], &all);
+        let iops: Vec<_> = table.lines().skip(1).map(|l| l[24..34].trim()).collect();
+        assert_eq!(iops, ["4", "3"], "{table}");
+    }
+
+    #[test]
+    fn an_interruption_or_a_failed_operation_leaves_the_finished_rounds() {
+        let stop = Stop::default();
+        let (end, measured) = played(&stop, |call| {
+            if call == 4 {
+                stop.request();
+            }
+            report(call, None)
+        });
+        assert!(end.unwrap_err().is::<Interrupted>());
+        assert_eq!(measured, FIRST);
+        let failed = |call| report(call, (call == 3).then_some("read of 512 bytes"));
+        let (end, measured) = played(&Stop::default(), failed);
+        let said = format!("{:#}", end.unwrap_err());
+        let row = "row \"vhost-user, no polling\"";
+        assert_eq!(said, format!("{row}: 1 operations failed, the first: read of 512 bytes"));
+        assert_eq!(measured, FIRST);
+    }
 }

@@ -1,5 +1,5 @@
-//! Measures a device in rounds. Each round runs each step for a short time. The results are the
-//! medians of the rounds.
+//! Measures a device in rounds. Each round runs each step for a short time, and begins with another
+//! step. The results are the medians of the rounds.
 //!
 //! In: a file or a block device, and whether it may be written to. Out: rates and times. What must
 //! hold: nothing is written without permission; discarded ranges are not read or written again.
@@ -19,6 +19,7 @@ use super::arithmetic::{Displaced, Times};
 use crate::client::workload::Pattern;
 use crate::client::{self, LoadOptions};
 use crate::process::Stop;
+use crate::rounds::{Rounds, Turn};
 use crate::statistics::median;
 
 /// Number of operations in flight that keep a device busy.
@@ -71,23 +72,105 @@ pub struct Measured {
 /// Figures by name. Each has one value for each round.
 type Figures = BTreeMap<&'static str, Vec<f64>>;
 
+/// A step of a round. Steps are the systems of the harness's one row.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Step {
+    /// Random reads of 4 KiB at this depth.
+    Depth(u16),
+    /// A rate: its name, pattern, size in bytes and depth.
+    Rate(&'static str, Pattern, u64, u16),
+    /// The latency of a flush.
+    Flush,
+    /// Pairs of a write and a flush beside reads.
+    Pair,
+    /// Discards.
+    Discard,
+    WriteZeroes,
+}
+
+/// The steps of all targets.
+const READS: [Step; DEPTHS.len() + 2] = {
+    let mut steps = [Step::Depth(0); DEPTHS.len() + 2];
+    let mut n = 0;
+    while n < DEPTHS.len() {
+        steps[n] = Step::Depth(DEPTHS[n]);
+        n += 1;
+    }
+    steps[n] = Step::Rate("sequential read", Pattern::Read, 4096, PLENTY);
+    steps[n + 1] = Step::Rate("read stream", Pattern::Read, 1 << 20, PLENTY_LARGE);
+    steps
+};
+/// The steps of a target that may be written to.
+const WRITES: [Step; 8] = [
+    Step::Rate("random write", Pattern::Randwrite, 4096, PLENTY),
+    Step::Rate("sequential write", Pattern::Write, 4096, PLENTY),
+    Step::Rate("write stream", Pattern::Write, 1 << 20, PLENTY_LARGE),
+    Step::Rate("write alone", Pattern::Randwrite, 4096, 1),
+    Step::Flush,
+    Step::Pair,
+    Step::Discard,
+    Step::WriteZeroes,
+];
+
+/// What a step has measured.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Outcome {
+    /// Operations a second.
+    Rate(f64),
+    /// Nanoseconds, or `None` if the target does not support the operation.
+    Time(Option<f64>),
+    /// Operations a second: of reads, and of pairs beside them.
+    Beside { reads: f64, pairs: f64 },
+}
+
+/// Adds the outcomes of a round to the figures.
+fn note(round: &[(Step, Outcome)], depths: &mut [Vec<f64>], figures: &mut Figures) {
+    let alone = round.iter().find_map(|(step, outcome)| match (step, outcome) {
+        (Step::Depth(PLENTY), Outcome::Rate(rate)) => Some(*rate),
+        _ => None,
+    });
+    for (step, outcome) in round {
+        let figure = match (step, outcome) {
+            (Step::Depth(depth), Outcome::Rate(rate)) => {
+                if let Some(at) = DEPTHS.iter().position(|d| d == depth) {
+                    depths[at].push(*rate);
+                }
+                continue;
+            }
+            (Step::Rate(name, ..), Outcome::Rate(rate)) => (*name, *rate),
+            (Step::Flush, Outcome::Time(Some(time))) => ("flush", *time),
+            (Step::Discard, Outcome::Time(Some(time))) => ("discard", *time),
+            (Step::WriteZeroes, Outcome::Time(Some(time))) => ("write zeroes", *time),
+            // The reads alone are those of the same round.
+            (Step::Pair, Outcome::Beside { reads, pairs }) => {
+                let reads_alone = alone.unwrap_or(0.0);
+                ("pair", Displaced { reads_alone, reads: *reads, pairs: *pairs }.pair())
+            }
+            _ => continue,
+        };
+        figures.entry(figure.0).or_default().push(figure.1);
+    }
+}
+
 impl CalibrationPlan<'_> {
-    /// Returns the number of steps of a round.
-    fn steps(&self) -> u32 {
-        DEPTHS.len() as u32 + 2 + if self.writes { 8 } else { 0 }
+    /// Returns the steps of a round.
+    fn steps(&self) -> Vec<Step> {
+        let writes = WRITES.iter().filter(|_| self.writes);
+        READS.iter().chain(writes).copied().collect()
     }
 
     pub fn measure(&self) -> Result<Measured> {
-        let each = (self.seconds / f64::from(self.rounds * self.steps())).max(0.02);
+        let steps = self.steps();
+        let each = (self.seconds / (f64::from(self.rounds) * steps.len() as f64)).max(0.02);
         let mut depths = vec![Vec::new(); DEPTHS.len()];
         let mut figures = Figures::new();
-        for _ in 0..self.rounds {
-            self.reads(each, &mut depths, &mut figures)?;
-            if self.writes {
-                let rate = depths.get(6).and_then(|d| d.last()).copied().unwrap_or(0.0);
-                self.written(each, rate, &mut figures)?;
-            }
-        }
+        let measure = |turn: Turn| self.step(steps[turn.system], each);
+        let keep = |_, _, outcomes: Vec<(usize, Outcome)>| {
+            let round: Vec<_> = outcomes.into_iter().map(|(n, o)| (steps[n], o)).collect();
+            note(&round, &mut depths, &mut figures);
+            Ok(())
+        };
+        Rounds::new(self.rounds, [steps.len()], self.stop).run_whole(measure, keep)?;
         let middle = |name: &str| median(figures.get(name).into_iter().flatten().copied());
         let rate = |name: &str| 1e9 / middle(name);
         let depths: Vec<_> =
@@ -114,45 +197,42 @@ impl CalibrationPlan<'_> {
         Ok(Measured { reads, depths, written })
     }
 
-    fn reads(&self, each: f64, depths: &mut [Vec<f64>], figures: &mut Figures) -> Result<()> {
-        for (depth, rates) in DEPTHS.iter().zip(depths) {
-            rates.push(self.rate(Pattern::Randread, 4096, *depth, each)?);
-        }
-        let mut note = |name, rate| figures.entry(name).or_default().push(rate);
-        note("sequential read", self.rate(Pattern::Read, 4096, PLENTY, each)?);
-        note("read stream", self.rate(Pattern::Read, 1 << 20, PLENTY_LARGE, each)?);
-        Ok(())
+    /// Measures a step for `each` seconds.
+    fn step(&self, step: Step, each: f64) -> Result<Outcome> {
+        // These two operations have the last sixteenth of the target to themselves, a half each.
+        let (discard, zero) = (FallocateFlags::PUNCH_HOLE, FallocateFlags::ZERO_RANGE);
+        let clear = |flags, half| self.clear(flags | FallocateFlags::KEEP_SIZE, each / 2.0, half);
+        Ok(match step {
+            Step::Depth(depth) => Outcome::Rate(self.rate(Pattern::Randread, 4096, depth, each)?),
+            Step::Rate(_, rw, bs, depth) => Outcome::Rate(self.rate(rw, bs, depth, each)?),
+            Step::Flush => Outcome::Time(Some(self.flush(each)?)),
+            Step::Pair => self.pair(each)?,
+            Step::Discard => Outcome::Time(clear(discard, 0)?),
+            Step::WriteZeroes => Outcome::Time(clear(zero, 1)?),
+        })
     }
 
-    fn written(&self, each: f64, reads_alone: f64, figures: &mut Figures) -> Result<()> {
-        let mut note = |name, rate| figures.entry(name).or_default().push(rate);
-        note("random write", self.rate(Pattern::Randwrite, 4096, PLENTY, each)?);
-        note("sequential write", self.rate(Pattern::Write, 4096, PLENTY, each)?);
-        note("write stream", self.rate(Pattern::Write, 1 << 20, PLENTY_LARGE, each)?);
-        note("write alone", self.rate(Pattern::Randwrite, 4096, 1, each)?);
-        let pairs =
-            LoadOptions { flush_every: 1, ..self.load(Pattern::Randwrite, 16 << 10, 1, each) };
-        let alone = self.run(&pairs)?;
+    /// Returns a load of writes of 16 KiB, each with a flush.
+    fn pairs(&self, depth: u16, each: f64) -> LoadOptions {
+        LoadOptions { flush_every: 1, ..self.load(Pattern::Randwrite, 16 << 10, depth, each) }
+    }
+
+    /// Returns the latency of a flush in nanoseconds: that of a pair without that of a write.
+    fn flush(&self, each: f64) -> Result<f64> {
+        let pairs = self.run(&self.pairs(1, each))? / 2.0;
         let write = self.rate(Pattern::Randwrite, 16 << 10, 1, each / 2.0)?;
-        note("flush", (1e9 / (alone / 2.0) - 1e9 / write).max(0.0));
+        Ok((1e9 / pairs - 1e9 / write).max(0.0))
+    }
+
+    fn pair(&self, each: f64) -> Result<Outcome> {
         let reads = self.load(Pattern::Randread, 4096, PLENTY, each);
-        let pairs = LoadOptions { depth: PAIRS, ..pairs };
+        let pairs = self.pairs(PAIRS, each);
         let (reads, pairs) = std::thread::scope(|scope| {
             let pairs = scope.spawn(|| self.run(&pairs));
             (self.run(&reads), pairs.join())
         });
         let pairs = pairs.map_err(|_| anyhow::anyhow!("a thread has died"))?? / 2.0;
-        note("pair", Displaced { reads_alone, reads: reads?, pairs }.pair());
-        // These two operations have the last sixteenth of the target to themselves, a half each.
-        for (name, half, flags) in [
-            ("discard", 0, FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE),
-            ("write zeroes", 1, FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE),
-        ] {
-            if let Some(time) = self.clear(flags, each / 2.0, half)? {
-                note(name, time);
-            }
-        }
-        Ok(())
+        Ok(Outcome::Beside { reads: reads?, pairs })
     }
 
     fn load(&self, rw: Pattern, bs: u64, depth: u16, seconds: f64) -> LoadOptions {
@@ -247,7 +327,7 @@ mod tests {
         fill(&path, SIZE, &stop).unwrap();
         let before = std::fs::read(&path).unwrap();
         let plan = plan(&path, false, &stop);
-        assert_eq!(plan.steps(), 11);
+        assert_eq!(plan.steps().len(), 11);
         let measured = plan.measure().unwrap();
         assert!(measured.written.is_none());
         assert!(measured.depths.iter().map(|(depth, _)| *depth).eq(DEPTHS));
@@ -266,7 +346,7 @@ mod tests {
         fill(&path, SIZE, &stop).unwrap();
         let before = std::fs::read(&path).unwrap();
         let plan = plan(&path, true, &stop);
-        assert_eq!(plan.steps(), 19);
+        assert_eq!(plan.steps().len(), 19);
         let written = plan.measure().unwrap().written.unwrap();
         let Times { random, sequential, stream, alone } = written.times;
         for time in [random, sequential, stream, alone] {
@@ -283,6 +363,30 @@ mod tests {
         let file = File::open(&path).unwrap();
         let hole = rustix::fs::seek(&file, rustix::fs::SeekFrom::Hole(0));
         assert!(hole.is_err() || hole == Ok(SIZE), "{hole:?}");
+    }
+
+    #[test]
+    fn a_round_gives_each_figure_a_value_whatever_its_order() {
+        let step = |step| match step {
+            Step::Depth(depth) => (step, Outcome::Rate(f64::from(depth) * 10.0)),
+            Step::Rate(name, ..) => (step, Outcome::Rate(name.len() as f64)),
+            Step::Pair => (step, Outcome::Beside { reads: 320.0, pairs: 100.0 }),
+            Step::Discard => (step, Outcome::Time(None)),
+            Step::Flush | Step::WriteZeroes => (step, Outcome::Time(Some(7.0))),
+        };
+        let mut round: Vec<_> = READS.into_iter().chain(WRITES).map(step).collect();
+        let (mut depths, mut figures) = (vec![Vec::new(); DEPTHS.len()], Figures::new());
+        for first in [0, 14] {
+            round.rotate_left(first);
+            note(&round, &mut depths, &mut figures);
+        }
+        assert!(depths.iter().zip(DEPTHS).all(|(d, depth)| *d == [f64::from(depth) * 10.0; 2]));
+        // Pairs displaced the half of 640 reads a second, the rate at the depth of 64.
+        let pair = Displaced { reads_alone: 640.0, reads: 320.0, pairs: 100.0 }.pair();
+        assert_eq!((&figures["pair"], &figures["flush"]), (&vec![pair; 2], &vec![7.0; 2]));
+        assert_eq!(figures["write stream"], [12.0; 2]);
+        assert!(!figures.contains_key("discard") && figures.contains_key("write zeroes"));
+        assert_eq!(figures.len(), 9);
     }
 
     #[test]

@@ -26,7 +26,7 @@ use self::arithmetic::{enough, flush, in_proportion};
 use self::measure::{CalibrationPlan, Measured};
 use crate::client::{parse_seconds, parse_size};
 use crate::process::{Stop, fill};
-use crate::target::{TargetAddress, guard};
+use crate::targets::{TargetAddress, guard};
 
 /// What operations cost a device: measures it for a while, and notes the figures where `serve
 /// --costs` finds them.

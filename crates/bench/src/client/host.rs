@@ -19,6 +19,7 @@ use rustix::fs::{Mode, OFlags};
 use super::cpu::{BackEnd, Meter};
 use super::load::{Failure, Load, Next, Tally};
 use super::report::{Report, Target};
+use super::watchdog::Watchdog;
 use super::workload::{Operation, RequestKind};
 use super::{LoadOptions, LoadSetup};
 
@@ -74,14 +75,17 @@ pub fn run(options: &LoadOptions, path: &Path) -> Result<Report> {
 /// What the supervisor knows of a thread.
 struct Hand {
     progress: Arc<AtomicU64>,
-    /// The last value of `progress`, and its time.
-    seen: (u64, Instant),
     is_over: bool,
 }
 
 impl Hand {
     fn new(progress: Arc<AtomicU64>) -> Self {
-        Hand { progress, seen: (0, Instant::now()), is_over: false }
+        Hand { progress, is_over: false }
+    }
+
+    /// Returns the thread's counter, or `None` if the thread has ended.
+    fn progress(&self) -> Option<u64> {
+        (!self.is_over).then(|| self.progress.load(Ordering::Relaxed))
     }
 }
 
@@ -93,10 +97,10 @@ fn watch(
     meter: &mut Meter,
     timeout: f64,
 ) -> Result<Tally> {
-    let limit = Duration::from_secs_f64(timeout);
+    let mut watchdog = Watchdog::new(hands.len(), timeout, Instant::now());
     let mut tally = Tally::new()?;
     while hands.iter().any(|hand| !hand.is_over) {
-        match events.recv_timeout(WATCH.min(limit)) {
+        match events.recv_timeout(WATCH.min(watchdog.limit())) {
             Ok(Event::Begin) => meter.begin()?,
             Ok(Event::End) => meter.end(),
             Ok(Event::Over(queue, result)) => {
@@ -108,16 +112,7 @@ fn watch(
             Err(RecvTimeoutError::Timeout) => {}
             Err(RecvTimeoutError::Disconnected) => anyhow::bail!("a worker thread has died"),
         }
-        for (queue, hand) in hands.iter_mut().enumerate() {
-            let now = hand.progress.load(Ordering::Relaxed);
-            if now != hand.seen.0 || hand.is_over {
-                hand.seen = (now, Instant::now());
-            }
-            anyhow::ensure!(
-                hand.seen.1.elapsed() < limit,
-                "queue {queue}: the file finished nothing for {limit:?}"
-            );
-        }
+        watchdog.check(Instant::now(), "file", hands.iter().map(Hand::progress))?;
     }
     Ok(tally)
 }

@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 
+use super::quota::Quota;
 pub use super::tally::{SLICE, STEP, Slice, Tally};
 use super::verify::Verifier;
 use super::workload::{Generator, Operation, Pacer, Pauses, RequestKind};
@@ -75,6 +76,8 @@ pub struct Load {
     limit: Limit,
     /// If set, the measured time is over.
     over: Arc<AtomicBool>,
+    /// If spent, the measured time is over.
+    quota: Option<Arc<Quota>>,
     /// Ends the load in each stage. Its figures mean nothing then.
     stop: Stop,
     stage: Stage,
@@ -103,6 +106,7 @@ impl Load {
             pacer,
             limit,
             over,
+            quota: None,
             stop: Stop::default(),
             stage,
             end_flush: false,
@@ -117,6 +121,13 @@ impl Load {
     /// Ends the load when the user interrupts the run.
     pub fn with_stop(mut self, stop: Stop) -> Self {
         self.stop = stop;
+        self
+    }
+
+    /// Ends the measured time, if the load has a limit of time, once the loads that share the quota
+    /// have spent it.
+    pub fn with_quota(mut self, quota: Arc<Quota>) -> Self {
+        self.quota = Some(quota);
         self
     }
 
@@ -156,7 +167,7 @@ impl Load {
                 self.stage = Stage::Measured
             }
             (Limit::Time { from, until, .. }, Stage::Measured)
-                if now >= until || self.over.load(Ordering::Relaxed) =>
+                if now >= until || self.is_told_to_end() =>
             {
                 let end = self.limit.worked(now.min(until));
                 self.tally.elapsed_ns = end - self.limit.worked(from);
@@ -187,6 +198,12 @@ impl Load {
             }
             _ => {}
         }
+    }
+
+    #[inline]
+    fn is_told_to_end(&self) -> bool {
+        self.over.load(Ordering::Relaxed)
+            || self.quota.as_ref().is_some_and(|quota| quota.is_spent())
     }
 
     /// Returns the next operation, and counts it as started.
@@ -261,6 +278,9 @@ impl Load {
             let moves = operation.kind.moves();
             let bytes = if moves { self.block_size * u64::from(operation.count) } else { 0 };
             self.tally.bytes += bytes;
+            if let Some(quota) = &self.quota {
+                quota.take();
+            }
             if let Some(slice) = self.slice(now) {
                 slice.operations += 1;
                 slice.bytes += bytes;
@@ -402,6 +422,37 @@ mod tests {
         load.finish(o, 50, 130, Ok(()), |_| ()).unwrap();
         load.tick(150);
         assert_eq!((load.tally.writes, load.tally.elapsed_ns, load.next(150)), (1, 50, Next::Over));
+    }
+
+    #[test]
+    fn loads_that_share_a_quota_end_with_its_last_completion() {
+        let ms = 1_000_000;
+        let limit = Limit::Time { from: 50 * ms, until: u64::MAX / 4, pauses: None };
+        let quota = Arc::new(Quota::new(3));
+        let [mut quick, mut idle] =
+            [0, 1].map(|_| load(limit, false).with_steps().with_quota(quota.clone()));
+        let stuck = operation(idle.next(0));
+        // The first completion is in the warm-up.
+        for now in [0, 90, 160, 310] {
+            assert!(!quota.is_spent());
+            quick.tick(now * ms);
+            idle.tick(now * ms);
+            let o = operation(quick.next(now * ms));
+            quick.finish(o, now * ms, (now + 1) * ms, Ok(()), |_| ()).unwrap();
+        }
+        assert!(quota.is_spent());
+        quick.tick(311 * ms);
+        assert_eq!((quick.next(311 * ms), quick.tally.writes), (Next::Over, 3));
+        assert_eq!(quick.tally.elapsed_ns, 261 * ms);
+        let slices: Vec<_> = quick.tally.slices.iter().map(|s| s.operations).collect();
+        assert_eq!((slices, quick.tally.steps.len()), (vec![1, 1], 31));
+        // A load without a single completion has the same time.
+        idle.tick(311 * ms);
+        assert_eq!((idle.tally.writes, idle.tally.elapsed_ns), (0, 261 * ms));
+        assert_eq!((idle.next(311 * ms), idle.tally.slices.len()), (Next::Finish, 2));
+        idle.finish(stuck, 0, 320 * ms, Ok(()), |_| ()).unwrap();
+        idle.tick(320 * ms);
+        assert_eq!((idle.next(320 * ms), idle.tally.writes), (Next::Over, 0));
     }
 
     #[test]

@@ -20,7 +20,7 @@ use super::crew::Crew;
 use super::report::{Report, Target};
 use super::workload::Pattern;
 use super::{LoadOptions, LoadSetup};
-use crate::target::nbd::{Stream, connect};
+use crate::targets::nbd::{Stream, connect};
 
 const SECTOR: u64 = 512;
 /// Size of the receive buffer in bytes. A longer rest of a read goes directly to its slot.

@@ -18,6 +18,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec};
 use super::cpu::Meter;
 use super::load::Tally;
 use super::report::{Report, Target};
+use super::watchdog::Watchdog;
 use super::worker::{Event, Outbox, PAUSE, RUN, STOP, Shared, Wiring, Worker};
 use super::workload::Pattern;
 use super::{LoadOptions, LoadSetup};
@@ -173,8 +174,7 @@ impl<'a, R: Ring> Supervisor<'a, R> {
 
     /// Waits until every worker has ended.
     fn watch(&mut self, meter: &mut Meter) -> Result<()> {
-        let limit = Duration::from_secs_f64(self.options.timeout);
-        let mut progress = vec![(0, Instant::now()); self.hands.len()];
+        let mut watchdog = Watchdog::new(self.hands.len(), self.options.timeout, Instant::now());
         loop {
             while let Some(event) = self.next_event()? {
                 self.take(event, meter)?;
@@ -188,18 +188,12 @@ impl<'a, R: Ring> Supervisor<'a, R> {
                     "the back end closed the connection in the middle of the run"
                 );
                 self.reconnect(meter)?;
-                progress.iter_mut().for_each(|p| p.1 = Instant::now());
+                watchdog.restart(Instant::now());
             }
-            for (index, seen) in progress.iter_mut().enumerate() {
-                let now = self.hands[index].shared.progress.load(Ordering::Relaxed);
-                if now != seen.0 || self.idle[index].is_some() {
-                    *seen = (now, Instant::now());
-                }
-                anyhow::ensure!(
-                    seen.1.elapsed() < limit,
-                    "queue {index}: the back end finished nothing for {limit:?}"
-                );
-            }
+            let progress = self.hands.iter().zip(&self.idle).map(|(hand, idle)| {
+                idle.is_none().then(|| hand.shared.progress.load(Ordering::Relaxed))
+            });
+            watchdog.check(Instant::now(), "back end", progress)?;
             self.doze()?;
         }
     }

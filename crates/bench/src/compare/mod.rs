@@ -8,8 +8,8 @@
 //!   trace     the lines of a script: marks by two clocks, data
 //! ```
 //! In: names of works and systems. Out: [`Results`], saved after each run; a table, and a report if
-//! wanted. What must hold: systems take turns, and each round begins with another one, so that a
-//! slow minute of the machine affects all; an interrupted run leaves only its finished rounds.
+//! wanted. What must hold: `rounds` orders the measurements; a run that is interrupted, or that
+//! fails, leaves each measurement before that.
 
 mod blockdev;
 mod cpu;
@@ -32,6 +32,7 @@ use crate::client::{parse_seconds, parse_size};
 use crate::process::Stop;
 use crate::report;
 use crate::results::{Results, Run};
+use crate::rounds::{Rounds, Turn};
 
 /// The same work on the host and in guests, in turn: a table, and with --report a page.
 #[derive(Clone, Debug, clap::Args)]
@@ -51,9 +52,10 @@ pub struct CompareOptions {
     /// Bytes of the disk [default: 300m; of a table its own]
     #[arg(long, value_name = "SIZE", value_parser = parse_size)]
     size: Option<u64>,
-    /// Operations of a run, at most
-    #[arg(long, value_name = "N", default_value_t = 2000, value_parser = clap::value_parser!(u64).range(1..))]
-    ops: u64,
+    /// Operations of a run, at most [default: 2000]; of the tables clients and overlays: instead
+    /// of seconds
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    ops: Option<u64>,
     /// Seconds of a run, at most [default: 20; of a table its own]
     #[arg(long, value_name = "S", value_parser = parse_seconds)]
     seconds: Option<f64>,
@@ -64,7 +66,7 @@ pub struct CompareOptions {
     #[arg(long, value_name = "SIZE", default_value = "1m", value_parser = parse_size)]
     max_size: u64,
     /// Measure a table of docs/benchmark-tables.md instead, and print it as Markdown
-    #[arg(long, value_enum, value_name = "NAME", conflicts_with_all = ["works", "systems", "report", "ops", "min_size", "max_size"])]
+    #[arg(long, value_enum, value_name = "NAME", conflicts_with_all = ["works", "systems", "report", "min_size", "max_size"])]
     table: Option<tables::TableName>,
     /// Only rows of the table with this text in their names
     #[arg(long, value_name = "TEXT", default_value = "", requires = "table")]
@@ -97,7 +99,7 @@ pub struct CompareOptions {
 impl CompareOptions {
     fn amount(&self) -> Amount {
         Amount {
-            ops: self.ops,
+            ops: self.ops.unwrap_or(2000),
             seconds: self.seconds.unwrap_or(20.0),
             min_size: self.min_size,
             max_size: self.max_size,
@@ -111,7 +113,7 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     let stop = Stop::on_signals()?;
     let guests = guests();
     if let Some(name) = options.table {
-        let CompareOptions { rounds, seconds, size, json, .. } = *options;
+        let CompareOptions { rounds, seconds, ops, size, json, .. } = *options;
         let (only, peers, kernel) = (&options.only, &options.peers, options.kernel.as_deref());
         let (guest_cpus, server_cpus) =
             (options.guest_cpus.as_deref(), options.server_cpus.as_deref());
@@ -119,6 +121,7 @@ pub fn run(options: &CompareOptions) -> Result<()> {
             name,
             rounds,
             seconds,
+            ops,
             size,
             only,
             peers,
@@ -164,12 +167,12 @@ pub fn run(options: &CompareOptions) -> Result<()> {
     results.about = works.iter().map(|w| (w.to_string(), w.about(&options.amount()))).collect();
     results.about.extend(systems.iter().map(|s| (s.to_string(), s.about())));
     results.absent = missing;
-    let mut stage = Stage::new(guests, options.size.unwrap_or(300 << 20), stop)?;
+    let mut stage = Stage::new(guests, options.size.unwrap_or(300 << 20), stop.clone())?;
     let amount = options.amount();
     let mut measure = |work: &Workload, system: &System| {
         work.read(stage.play(system, work.contents(), &work.script(&amount))?)
     };
-    let end = rounds(options, &systems, &works, &mut measure, &mut results);
+    let end = rounds(options, &systems, &works, &stop, &mut measure, &mut results);
     drop(stage);
     if !results.runs.is_empty() {
         tell(options, &results)?;
@@ -182,32 +185,37 @@ fn rounds(
     options: &CompareOptions,
     systems: &[System],
     works: &[Workload],
+    stop: &Stop,
     measure: &mut dyn FnMut(&Workload, &System) -> Result<Run>,
     results: &mut Results,
 ) -> Result<()> {
-    for round in 1..=options.rounds {
-        for work in works {
-            for system in tables::order(round as usize - 1, systems.len()).map(|n| &systems[n]) {
-                if let Some(why) = work.refuses(system) {
-                    if round == 1 {
-                        output::note(format_args!("{work} is not done on {system}: {why}"));
-                    }
-                    continue;
-                }
-                let run = Run { round, ..measure(work, system)? };
-                output::note(format_args!(
-                    "round {round} of {}: {work} on {system}: {}",
-                    options.rounds,
-                    report::figure(&run)
-                ));
-                results.runs.push(run);
-                if let Some(folder) = &options.report {
-                    results.save(folder)?;
-                }
+    let measure = |turn: Turn| {
+        let (work, system) = (&works[turn.row], &systems[turn.system]);
+        if let Some(why) = work.refuses(system) {
+            if turn.round == 0 {
+                output::note(format_args!("{work} is not done on {system}: {why}"));
             }
+            return Ok(None);
         }
-    }
-    Ok(())
+        Ok(Some(Run { round: turn.round + 1, ..measure(work, system)? }))
+    };
+    let keep = |turn: Turn, run: Option<Run>| {
+        let Some(run) = run else { return Ok(()) };
+        output::note(format_args!(
+            "round {} of {}: {} on {}: {}",
+            run.round,
+            options.rounds,
+            works[turn.row],
+            systems[turn.system],
+            report::figure(&run)
+        ));
+        results.runs.push(run);
+        match &options.report {
+            Some(folder) => results.save(folder),
+            None => Ok(()),
+        }
+    };
+    Rounds::new(options.rounds, works.iter().map(|_| systems.len()), stop).run(measure, keep)
 }
 
 fn tell(options: &CompareOptions, results: &Results) -> Result<()> {
@@ -276,7 +284,8 @@ mod tests {
         // A job needs fio, which has no NBD.
         let works = works(&["rate:read", "job:fileserver"]);
         let options = options(&["--rounds", "3"]);
-        rounds(&options, &systems(&names), &works, &mut measure, &mut results).unwrap();
+        let stop = Stop::default();
+        rounds(&options, &systems(&names), &works, &stop, &mut measure, &mut results).unwrap();
         let reads: Vec<_> = calls.iter().filter(|call| call.starts_with("rate:read")).collect();
         let order = ["host", "nbd", "uml-ubd", "nbd", "uml-ubd", "host", "uml-ubd", "host", "nbd"];
         assert!(reads.iter().map(|call| &call[10..]).eq(order), "{reads:?}");
@@ -299,7 +308,9 @@ mod tests {
         };
         let options = options(&["--rounds", "5", "--report", folder.to_str().unwrap()]);
         let (systems, works) = (systems(&["host", "nbd"]), works(&["rate:write"]));
-        let error = rounds(&options, &systems, &works, &mut measure, &mut results).unwrap_err();
+        let stop = Stop::default();
+        let end = rounds(&options, &systems, &works, &stop, &mut measure, &mut results);
+        let error = end.unwrap_err();
         assert_eq!(error.to_string(), "host: the script says: no space");
         let saved = Results::load(&folder).unwrap();
         let runs: Vec<_> = saved.runs.iter().map(|run| (run.round, &*run.system)).collect();
@@ -321,6 +332,7 @@ mod tests {
         assert!(refused(&["--only", "4k"]).contains("--table"));
         assert!(refused(&["--rounds", "0"]).contains("1..=1000"));
         assert_eq!(options(&["--seconds", "3", "--ops", "7"]).amount().seconds, 3.0);
-        assert_eq!(options(&[]).amount().seconds, 20.0);
+        assert_eq!((options(&[]).amount().seconds, options(&[]).amount().ops), (20.0, 2000));
+        assert_eq!(options(&["--ops", "7"]).amount().ops, 7);
     }
 }

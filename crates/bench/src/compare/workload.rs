@@ -9,7 +9,7 @@ use clap::ValueEnum;
 use super::stage::Played;
 use super::system::{System, SystemKind};
 use crate::experiment::{Contents, Experiment};
-use crate::job::{self, Job, JobName, UnknownJob};
+use crate::job::{self, Job, JobName, RunLimit, UnknownJob};
 use crate::rate::Operation;
 use crate::results::{Run, Spent};
 use crate::samples;
@@ -135,7 +135,7 @@ impl Workload {
                 "work=$(mktemp -d); cd \"$work\"\ncat >job <<END\n{}END\n\
                  mark begin\n$FIO --output-format=json --output=out job >&2\nmark end\n\
                  echo data fio; cat out; echo end fio\necho data log; cat log_bw.log; echo end log\ncd /; rm -r \"$work\"",
-                job.file("$DISK", *seconds, Some("log")),
+                job.file("$DISK", RunLimit::Seconds(*seconds), Some("log")),
             ),
             Workload::Experiment(experiment) => experiment.script(),
         }

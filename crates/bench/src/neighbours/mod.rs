@@ -39,6 +39,7 @@ use crate::client::report::{Latency, Report};
 use crate::client::{parse_seconds, parse_size};
 use crate::compare::environment::environment;
 use crate::process::{Interrupted, Stop};
+use crate::rounds::{Rounds, Turn};
 
 /// A model with 16 servers: 70,000 operations of 4 KiB a second, 2 GiB a second.
 const MODEL: &str = "parallel=16,read=200us,write=200us,flush=1ms,discard=200us,bandwidth=2g";
@@ -63,6 +64,10 @@ pub struct NeighboursOptions {
     /// Seconds of each measurement; with --order sleeps, pauses come in addition
     #[arg(long, value_name = "S", default_value = "2", value_parser = parse_seconds)]
     seconds: f64,
+    /// Operations of each measurement instead of seconds: it ends when the measured disks have
+    /// together finished so many. The rows limits and burst have seconds
+    #[arg(long, value_name = "N", conflicts_with = "seconds", value_parser = clap::value_parser!(u64).range(1..))]
+    ops: Option<u64>,
     /// Bytes of each disk
     #[arg(long, value_name = "SIZE", default_value = "1g", value_parser = parse_size)]
     size: u64,
@@ -175,7 +180,8 @@ pub fn run(options: &NeighboursOptions) -> Result<()> {
     let stage = Stage::new(&device, options, &stop)?;
     let known = stage.reckon_by(costs)?;
     let mut rounds: Vec<Vec<Round>> = wanted.iter().map(|_| Vec::new()).collect();
-    let end = play(options, &wanted, &known, &|scene| stage.play(scene), &mut rounds);
+    let play_scene = |scene: &Scene| stage.play(scene);
+    let end = play(options, &wanted, &known, &stop, &play_scene, &mut rounds);
     drop(stage);
     let interrupted = end.as_ref().is_err_and(|e| e.is::<Interrupted>());
     if end.is_ok() || (interrupted && rounds.iter().any(|r| !r.is_empty())) {
@@ -223,29 +229,30 @@ fn play(
     options: &NeighboursOptions,
     rows: &[Row],
     known: &Known,
+    stop: &Stop,
     measure: &dyn Fn(&Scene) -> Result<Vec<Option<Report>>>,
     rounds: &mut [Vec<Round>],
 ) -> Result<()> {
     let settings = Settings {
         seconds: options.seconds,
+        ops: options.ops,
         thrasher: options.thrasher,
         polite_by: options.polite_by,
         thrasher_by: options.thrasher_by,
     };
-    for round in 0..options.rounds {
-        for (row, rounds) in rows.iter().zip(&mut *rounds) {
-            let scenes = row.scenes(known, &settings);
-            let first = round as usize % scenes.len();
-            let mut played = Round(Vec::new());
-            for scene in scenes[first..].iter().chain(&scenes[..first]) {
-                let reports = measure(scene).with_context(|| row.name().to_string())?;
-                played.0.push((scene.name, reports));
-            }
-            output::note(format_args!("round {} of {}: {}", round + 1, options.rounds, row.name()));
-            rounds.push(played);
-        }
-    }
-    Ok(())
+    let scenes: Vec<_> = rows.iter().map(|row| row.scenes(known, &settings)).collect();
+    let measure = |turn: Turn| {
+        let scene = &scenes[turn.row][turn.system];
+        let reports = measure(scene).with_context(|| rows[turn.row].name().to_string())?;
+        Ok((scene.name, reports))
+    };
+    let keep = |round, row: usize, played: Vec<_>| {
+        rounds[row].push(Round(played.into_iter().map(|(_, scene)| scene).collect()));
+        let name = rows[row].name();
+        output::note(format_args!("round {} of {}: {name}", round + 1, options.rounds));
+        Ok(())
+    };
+    Rounds::new(options.rounds, scenes.iter().map(Vec::len), stop).run_whole(measure, keep)
 }
 
 fn clients(round: &Round) -> Vec<Client> {
@@ -338,7 +345,8 @@ mod tests {
         };
         let mut finished: Vec<Vec<Round>> = rows.iter().map(|_| Vec::new()).collect();
         let options = options(&["--rounds", rounds]);
-        let end = play(&options, rows, &known(), &measure, &mut finished);
+        let stop = Stop::default();
+        let end = play(&options, rows, &known(), &stop, &measure, &mut finished);
         (end, scenes.into_inner(), finished)
     }
 

@@ -100,6 +100,8 @@ pub struct Known {
 pub struct Settings {
     /// Seconds of each measurement.
     pub seconds: f64,
+    /// Number of completions of each measurement, instead of seconds.
+    pub ops: Option<u64>,
     /// The thrasher of the rows `thrash-*`, and the exports of both sides.
     pub thrasher: ThrasherKind,
     pub polite_by: Export,
@@ -157,6 +159,13 @@ impl Row {
     }
 
     pub fn scenes(self, known: &Known, settings: &Settings) -> Vec<Scene> {
+        // Limits of a rate are limits of each second.
+        let ops = settings.ops.filter(|_| !matches!(self, Row::Limits | Row::Burst));
+        let scenes = self.timed_scenes(known, settings).into_iter();
+        scenes.map(|scene| Scene { ops, ..scene }).collect()
+    }
+
+    fn timed_scenes(self, known: &Known, settings: &Settings) -> Vec<Scene> {
         let seconds = settings.seconds;
         match self {
             Row::Thrash(polite, target) => polite.scenes(target, known, settings),
@@ -353,7 +362,7 @@ mod tests {
 
     fn settings(thrasher: ThrasherKind) -> Settings {
         let (polite_by, thrasher_by) = (Export::Nbd, Export::VhostUser);
-        Settings { seconds: 2.0, thrasher, polite_by, thrasher_by }
+        Settings { seconds: 2.0, ops: None, thrasher, polite_by, thrasher_by }
     }
 
     fn scenes(name: &str) -> Vec<Scene> {
@@ -418,6 +427,18 @@ mod tests {
         let targets: Vec<_> = frontier[4..].iter().filter_map(target).collect();
         assert_eq!(targets, ["110us", "130us", "160us", "200us", "300us", "600us"]);
         assert!(frontier[4..].iter().all(|scene| scene.fair));
+    }
+
+    #[test]
+    fn a_number_of_operations_ends_all_scenes_but_those_of_limits() {
+        let settings = Settings { ops: Some(400), ..settings(ThrasherKind::default()) };
+        for (name, row, _) in ALL {
+            let timed = ["limits", "burst"].contains(&name);
+            let scenes = row.scenes(&KNOWN, &settings);
+            let ops = if timed { None } else { Some(400) };
+            assert!(scenes.iter().all(|scene| scene.ops == ops), "{name}");
+        }
+        assert!(scenes("thrash-d1").iter().all(|scene| scene.ops.is_none()));
     }
 
     #[test]

@@ -36,11 +36,13 @@ pub struct Scene {
     /// Duration of the warm-up in seconds.
     pub warmup: f64,
     pub seconds: f64,
+    /// Number of completions of the measured disks that ends the scene, instead of `seconds`.
+    pub ops: Option<u64>,
 }
 
 impl Scene {
     pub fn new(name: &'static str, fair: bool, disks: Vec<Disk>, seconds: f64) -> Self {
-        Scene { name, fair, disks, warmup: 0.5, seconds }
+        Scene { name, fair, disks, warmup: 0.5, seconds, ops: None }
     }
 }
 

@@ -20,6 +20,7 @@ use super::device::{Device, NAME};
 use super::rows::Known;
 use super::scene::{Disk, Export, Scene, load};
 use super::{NeighboursOptions, Order};
+use crate::client::quota::Quota;
 use crate::client::report::{Latency, Report};
 use crate::client::workload::{Pattern, Pauses};
 use crate::client::{self, LoadOptions};
@@ -29,6 +30,8 @@ use crate::process::{Process, Stop, fill};
 const READY: Duration = Duration::from_secs(60);
 /// Duration in seconds of each measurement of a latency without other load.
 const ALONE: f64 = 0.5;
+/// Runtime in seconds of a load that a number of operations ends. It is never reached.
+const UNLIMITED: f64 = 1e6;
 /// Seconds by which the measured time of neighbours begins earlier than that of the other disks.
 const AROUND: f64 = 0.2;
 /// A neighbour that still runs so many seconds after the planned end of the other disks ends.
@@ -47,6 +50,8 @@ pub struct Stage {
     size: u64,
     reactors: u16,
     order: Order,
+    /// Number of operations of each measurement, instead of seconds.
+    ops: Option<u64>,
     /// Whether the server gets the device's costs.
     calibrated: bool,
     program: PathBuf,
@@ -67,6 +72,7 @@ impl Stage {
             size: options.size,
             reactors: options.reactors,
             order: options.order,
+            ops: options.ops,
             calibrated: !options.uncalibrated,
             program,
             stop,
@@ -89,8 +95,8 @@ impl Stage {
     /// server's timers add to them, and the scheduler compares with latencies that it observes.
     pub fn reckon_by(&self, mut costs: DeviceCosts) -> Result<Known> {
         let alone = |rw, depth| {
-            let scene =
-                Scene::new("alone", false, vec![Disk::new("alone", load(rw, 4096, depth))], ALONE);
+            let disk = Disk::new("alone", load(rw, 4096, depth));
+            let scene = Scene { ops: self.ops, ..Scene::new("alone", false, vec![disk], ALONE) };
             let report = self.play(&scene)?.into_iter().flatten().next();
             Ok(report.context("nothing was measured")?.latency_us)
         };
@@ -122,8 +128,14 @@ impl Stage {
     pub fn play(&self, scene: &Scene) -> Result<Vec<Option<Report>>> {
         let mut server =
             self.serve(scene).with_context(|| format!("the scene \"{}\"", scene.name))?;
-        let over = Arc::default();
-        let load = |(number, disk)| self.load(scene, number, disk, &over);
+        let (over, quota) = (Arc::default(), scene.ops.map(Quota::new).map(Arc::new));
+        let load = |(number, disk)| {
+            let load = self.load(scene, number, disk, &over)?;
+            Some(match &quota {
+                Some(quota) => load.until(quota),
+                None => load,
+            })
+        };
         let loads: Vec<_> = scene.disks.iter().enumerate().map(load).collect();
         let results = measure_all(&loads, &over);
         self.stop.check()?;
@@ -173,7 +185,8 @@ impl Stage {
             Export::VhostUser => load.socket = Some(self.socket(number)),
             Export::Nbd => load.nbd = Some(self.uri(number, disk)),
         }
-        (load.warmup, load.runtime) = (scene.warmup, scene.seconds);
+        let seconds = if scene.ops.is_some() { UNLIMITED } else { scene.seconds };
+        (load.warmup, load.runtime) = (scene.warmup, seconds);
         // Without a disk that disturbs, there is no order.
         let order = match scene.disks.iter().any(|disk| disk.beside && disk.load.is_some()) {
             true => self.order,
@@ -326,6 +339,14 @@ struct Load {
 }
 
 impl Load {
+    /// Ends the load with a quota, unless it only disturbs. The earlier load has its seconds.
+    fn until(mut self, quota: &Arc<Quota>) -> Self {
+        if !self.beside {
+            self.options.quota = Some(quota.clone());
+        }
+        self
+    }
+
     fn measure(&self) -> Result<Report> {
         let scene_began = Instant::now();
         if let Some(earlier) = &self.earlier {
@@ -353,6 +374,7 @@ impl Drop for Stage {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::client::LoadSetup;
 
     const ORDERS: [Order; 5] =
         [Order::Together, Order::PoliteFirst, Order::ThrasherFirst, Order::Returns, Order::Sleeps];
@@ -387,6 +409,50 @@ mod tests {
             let first = order == Order::PoliteFirst || thrasher.begins <= polite.begins;
             assert!(first, "{order:?}");
         }
+    }
+
+    #[test]
+    fn operations_of_the_measured_disks_end_their_loads() {
+        let quota = Arc::new(Quota::new(400));
+        for order in ORDERS {
+            let polite = planned(order, false).until(&quota);
+            assert!(polite.options.quota.is_some_and(|own| Arc::ptr_eq(&own, &quota)));
+            assert!(polite.earlier.is_none_or(|earlier| earlier.quota.is_none()));
+            assert!(planned(order, true).until(&quota).options.quota.is_none(), "{order:?}");
+        }
+    }
+
+    #[test]
+    fn disks_of_one_quota_end_together() {
+        let path = std::env::temp_dir().join(format!("blockyard-quota-{}", std::process::id()));
+        std::fs::write(&path, vec![7; 1 << 20]).unwrap();
+        let quota = Arc::new(Quota::new(300));
+        let load = || {
+            let defaults = LoadOptions::for_file(path.clone());
+            let options =
+                LoadOptions { buffered: true, warmup: 0.0, runtime: UNLIMITED, ..defaults };
+            let load = Load { earlier: None, begins: Duration::ZERO, beside: false, options };
+            Some(load.until(&quota))
+        };
+        let reports = measure_all(&[load(), load()], &AtomicBool::new(false));
+        std::fs::remove_file(&path).unwrap();
+        let reports: Vec<_> = reports.into_iter().flatten().map(Result::unwrap).collect();
+        let operations: Vec<_> = reports.iter().map(|report| report.operations).collect();
+        assert!(operations.len() == 2 && operations.iter().sum::<u64>() >= 300, "{operations:?}");
+        assert!(reports.iter().all(|report| report.seconds < UNLIMITED));
+    }
+
+    #[test]
+    fn the_works_of_a_disk_that_sleeps_have_their_slices_and_its_pauses_have_none() {
+        let load = LoadOptions { warmup: 0.5, runtime: 1.0, ..load(Pattern::Randread, 4096, 1) };
+        let options = in_order(Order::Sleeps, false, load).options;
+        let mut load = LoadSetup::new(&options, 1 << 30).unwrap().load(0).unwrap();
+        // On a simulated clock, without a single completion: two works of 0.5 s.
+        for ms in [0, 500, 2_500, 3_000] {
+            load.tick(ms * 1_000_000);
+        }
+        let (slices, steps) = (load.tally.slices.len(), load.tally.steps.len());
+        assert_eq!((slices, steps, load.tally.elapsed_ns), (10, 100, 1_000_000_000));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::process::Command;
 use blockyard_bench::client::report::Report;
 use blockyard_bench::client::workload::Pattern;
 use blockyard_bench::client::{LoadOptions, measure};
-use blockyard_bench::target::nbd;
+use blockyard_bench::targets::nbd;
 use serde_json::Value;
 
 use crate::common::{BLOCKYARD, Daemon, Folder, allocated, blockyard};

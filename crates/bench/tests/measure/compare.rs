@@ -200,15 +200,7 @@ fn a_table_has_a_line_for_each_system() {
     let table = |more: &[&str]| {
         let mut command = Command::new(BLOCKYARD);
         command.args([
-            "bench",
-            "compare",
-            "--table",
-            "clients",
-            "--rounds",
-            "2",
-            "--seconds",
-            "0.05",
-            "--size",
+            "bench", "compare", "--table", "clients", "--rounds", "2", "--ops", "300", "--size",
             "1m",
         ]);
         command
@@ -228,11 +220,15 @@ fn a_table_has_a_line_for_each_system() {
         (4, "null, 4k random read, depth 32, client polls", "qsd")
     );
     assert_eq!((cells[3][1], cells[3][2]), ("", "blockyard"));
-    // Blockyard's IOPS, and their ratio to those of qemu-storage-daemon.
-    assert!(
-        cells[3][3].replace(',', "").parse::<u64>().unwrap() > 0
-            && cells[3][10].parse::<f64>().unwrap() > 0.0
-    );
+    // Blockyard's IOPS, and their ratio to those of qemu-storage-daemon, to two digits.
+    let iops = |line: usize| cells[line][3].replace(',', "").parse::<f64>().unwrap();
+    let (theirs, ours) = (iops(2), iops(3));
+    assert!(theirs > 0.0 && ours > 0.0, "{markdown}");
+    let ratio = cells[3][10].parse::<f64>().unwrap();
+    let rounded = 0.006 + ours / theirs * (0.5 / ours + 0.5 / theirs);
+    assert!((ratio - ours / theirs).abs() < rounded, "{ratio}: {markdown}");
+    let refused = blockyard(["bench", "compare", "--table", "nbd", "--ops", "9"]);
+    assert!(refused.err.contains("only the tables clients and overlays"), "{}", refused.err);
     let json: Value = serde_json::from_str(&table(&["--json"])).unwrap();
     let rounds = json[cells[2][1]]["blockyard"].as_array().unwrap();
     assert!(rounds.len() == 2 && rounds.iter().all(|round| round["cpu_us"].is_number()), "{json}");
@@ -274,35 +270,30 @@ fn jobs_run_by_fio_and_without() {
     // fio accepts the printed job file.
     std::fs::write(folder.join("job"), &printed).unwrap();
     tool("fio", ["--parse-only", folder.join("job").to_str().unwrap()]).good();
-    for job in ["fileserver", "fileserver-writes", "random-writes-64k", "stream-read"] {
-        let own = ["bench", "job", job, name, "--engine", "own", "--seconds", "1", "--json"];
-        let wanted = match job {
-            "fileserver" => 0.8,
-            "fileserver-writes" => 0.2,
-            "stream-read" => 1.0,
-            _ => 0.0,
-        };
+    for (job, ops, wanted) in [
+        ("fileserver", 4000, 0.8),
+        ("fileserver-writes", 4000, 0.2),
+        ("random-writes-64k", 200, 0.0),
+        ("stream-read", 100, 1.0),
+    ] {
+        let number = ops.to_string();
+        let own = ["bench", "job", job, name, "--engine", "own", "--ops", &number, "--json"];
         let report: Value = serde_json::from_str(&blockyard(own).good()).unwrap();
         let (reads, writes) =
-            (report["reads"].as_f64().unwrap(), report["writes"].as_f64().unwrap());
-        assert!(reads + writes > 0.0, "{job}: {report}");
+            (report["reads"].as_u64().unwrap(), report["writes"].as_u64().unwrap());
+        assert_eq!((reads + writes, &report["errors"]), (ops, &0.into()), "{job}: {report}");
         // The tolerance is six standard deviations of a mean, because operations are chosen at
-        // random. The operations in flight at the end are not counted: on a busy machine these may
-        // all be reads.
-        let options = &report["options"];
-        let in_flight = options["depth"].as_f64().unwrap() * options["queues"].as_f64().unwrap();
-        let uncounted = (in_flight / (reads + writes)).min(0.3);
-        let chance = |deviation: f64| 6.0 * deviation / (reads + writes).sqrt();
-        let share = reads / (reads + writes);
+        // random.
+        let chance = |deviation: f64| 6.0 * deviation / (ops as f64).sqrt();
+        let share = reads as f64 / ops as f64;
         let most = chance((wanted * (1.0f64 - wanted)).sqrt());
-        assert!((share - wanted).abs() <= most + uncounted, "{job}: {share} of all are reads");
+        assert!((share - wanted).abs() <= most, "{job}: {share} of all are reads");
         if job.starts_with("fileserver") {
             // 512 B 10%, 1k 5%, ... 64k 10%: 11,346 bytes on average, with a standard deviation of
             // 19,135.
             let mean =
                 report["bytes_per_second"].as_f64().unwrap() / report["iops"].as_f64().unwrap();
-            let most = chance(19_135.0) + uncounted * 65_536.0;
-            assert!((mean - 11_345.9).abs() < most, "{job}: {mean} bytes on average");
+            assert!((mean - 11_345.9).abs() < chance(19_135.0), "{job}: {mean} bytes on average");
         }
     }
     // fio gets a whole path, because it runs elsewhere, and none of two files.
@@ -311,10 +302,12 @@ fn jobs_run_by_fio_and_without() {
     folder.script("fio", &format!("#!/bin/sh\nexec {} fio \"$@\"\n", tool.display()));
     let path = format!("{}:{}", folder.display(), std::env::var("PATH").unwrap());
     let mut command = Command::new(BLOCKYARD);
-    command.args(["bench", "job", "stream-read", "a:b", "--engine", "fio", "--seconds", "0.2"]);
+    command.args(["bench", "job", "stream-read", "a:b", "--engine", "fio", "--ops", "50"]);
     let done = run(command.current_dir(&*folder).env("PATH", path).arg("--json"), TOOL).good();
     let report: Value = serde_json::from_str(&done).unwrap();
-    assert!(report["operations"].as_u64() > Some(0), "{report}");
+    assert_eq!(report["operations"], 50, "{report}");
+    let both = blockyard(["bench", "job", "stream-read", "a:b", "--ops", "1", "--seconds", "1"]);
+    assert_eq!(both.status.code(), Some(2), "{}", both.err);
 }
 
 #[test]

@@ -39,15 +39,17 @@ fn figure(results: &Value, row: &str, name: &str) -> f64 {
     figure["median"].as_f64().unwrap_or_else(|| panic!("{name} is no number: {figure}"))
 }
 
-/// A simulated device that a slow machine can keep busy: 8,000 operations a second.
-const MODEL: &str = "parallel=8,read=1ms,write=1ms,flush=2ms,bandwidth=1g";
+/// A simulated device that does at most 1,600 operations a second. So 30 operations of a disk of
+/// depth 1 take at least 0.15 s, and 200 of depth 8 at least 0.12 s. On a machine of any speed this
+/// is a whole slice of 100 ms, which has operations.
+const MODEL: &str = "parallel=8,read=5ms,write=5ms,flush=10ms,bandwidth=1g";
 
 #[test]
 fn neighbours_of_a_model_are_told_with_all_figures() {
     let folder = Folder::new();
     let report = folder.join("report");
     let rows =
-        ["--model", MODEL, "--rows", "thrash-d1,weights,lone", "--rounds", "1", "--seconds", "0.5"];
+        ["--model", MODEL, "--rows", "thrash-d1,weights,lone", "--rounds", "1", "--ops", "30"];
     let done = neighbours(
         &folder,
         &[&rows[..], &["--json", "--report", report.to_str().unwrap()]].concat(),
@@ -85,15 +87,20 @@ fn neighbours_of_a_model_are_told_with_all_figures() {
     assert!((shares - 100.0).abs() < 0.1, "all shares together are {shares}%");
 }
 
-/// The polite disk arrives again and again beside four thrashers, and all of them use NBD.
+/// Measures a polite disk beside four thrashers.
+fn several_by_nbd(folder: &Folder, length: &[&str]) -> Value {
+    let rows = ["--model", MODEL, "--rows", "thrash-d8", "--rounds", "1"];
+    let kind = ["--thrasher", "several", "--json"];
+    let by = ["--polite-by", "nbd", "--thrasher-by", "nbd"];
+    let done = neighbours(folder, &[&rows[..], &kind, &by, length].concat());
+    serde_json::from_str(&done.good()).unwrap()
+}
+
+/// The polite disk arrives beside four thrashers, and all of them use NBD.
 #[test]
 fn neighbours_of_any_kind_by_any_export_are_told_with_all_figures() {
     let folder = Folder::new();
-    let rows = ["--model", MODEL, "--rows", "thrash-d8", "--rounds", "1", "--seconds", "1"];
-    let kind = ["--order", "sleeps", "--thrasher", "several", "--json"];
-    let by = ["--polite-by", "nbd", "--thrasher-by", "nbd"];
-    let done = neighbours(&folder, &[&rows[..], &kind, &by].concat());
-    let json: Value = serde_json::from_str(&done.good()).unwrap();
+    let json = several_by_nbd(&folder, &["--order", "thrasher-first", "--ops", "200"]);
     let row = &json["rows"][0];
     for figure in row["figures"].as_array().unwrap() {
         assert!(figure["median"].is_number(), "{figure}");
@@ -101,6 +108,15 @@ fn neighbours_of_any_kind_by_any_export_are_told_with_all_figures() {
     for name in ["to share ms", "share", "alone"] {
         assert!(figure(&json, "thrash-d8", name) > 0.0, "{name}");
     }
+}
+
+/// The polite disk arrives again and again. Neither the disks, nor the slices of a measurement of
+/// seconds, nor its steps depend on its progress.
+#[test]
+fn neighbours_have_their_disks_and_the_slices_of_their_seconds() {
+    let folder = Folder::new();
+    let json = several_by_nbd(&folder, &["--order", "sleeps", "--seconds", "1"]);
+    let row = &json["rows"][0];
     let disks = |scene: &str| {
         row["rounds"][0].as_array().unwrap().iter().filter(|c| c["scene"] == scene).count()
     };
@@ -110,6 +126,7 @@ fn neighbours_of_any_kind_by_any_export_are_told_with_all_figures() {
         let mut polite = clients.filter(|c| c["scene"] == scene && c["disk"] == 0);
         polite.next().unwrap()["slices"].as_array().unwrap().len()
     };
+    assert!(figure(&json, "thrash-d8", "to share ms") > 0.0, "{row}");
     assert_eq!(slices("with"), 10, "two works, without the pause between them");
 }
 
@@ -123,6 +140,8 @@ fn neighbours_on_a_folder() {
     let (on, of) = (name(&target), name(&costs));
     let short =
         ["--target", &on, "--costs", &of, "--size", "64m", "--rows", "lone,burst", "--rounds", "1"];
+    let both = neighbours(&folder, &["--ops", "9", "--seconds", "9"]);
+    assert_eq!(both.status.code(), Some(2), "{}", both.err);
     let refused = neighbours(&folder, &short);
     assert!(refused.err.contains("run bench calibrate"), "{}", refused.err);
     blockyard([
@@ -139,7 +158,7 @@ fn neighbours_on_a_folder() {
         "1",
     ])
     .good();
-    let out = neighbours(&folder, &[&short[..], &["--seconds", "0.3"]].concat()).good();
+    let out = neighbours(&folder, &[&short[..], &["--ops", "50"]].concat()).good();
     assert!(
         out.contains("lone: one disk alone")
             && out.contains("d1 kept %")

@@ -94,7 +94,7 @@ impl Table for Clients {
         let Load { options, under, .. } = &self.loads[row];
         let cached = *under == Under::Cached;
         settle(&self.base, cached)?;
-        let options = format!("{options} --runtime {}", self.place.seconds);
+        let options = format!("{options} {}", self.place.limit());
         let server = match self.systems(row)[system] {
             "host" => {
                 let buffered = cached.then(|| OsString::from("--buffered"));
@@ -154,7 +154,8 @@ impl Table for Clients {
                     cell(figure("cpu_us").filter(|cpu| *cpu > 0.0), |x| grouped(1e6 / x)),
                     ratio(to("host", "iops")),
                     ratio(to("qsd", "iops")),
-                    ratio(to("qsd", "cpu_us").map(|x| 1.0 / x)),
+                    // A short run may take less processor time than the kernel counts.
+                    ratio(to("qsd", "cpu_us").map(|x| 1.0 / x).filter(|x| x.is_finite())),
                 ]);
             }
         }

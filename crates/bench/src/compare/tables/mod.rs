@@ -16,9 +16,9 @@
 //!   columns      the columns of tables that measure a guest: systems, ratios
 //!   builds       an earlier build of Blockyard beside this one (`--before`)
 //! ```
-//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: a round
-//! measures the systems of a row one right after the other, so that a slow minute of the machine
-//! affects all of them; figures are medians of the rounds.
+//! In: the name of a table. Out: Markdown, or all figures as JSON. What must hold: `rounds` orders
+//! the measurements; figures are medians of the rounds; all systems of a row have the same rounds,
+//! also after an interruption.
 
 mod builds;
 mod clients;
@@ -48,7 +48,9 @@ use blockyard_program::output;
 use self::builds::Build;
 use self::workspace::Workspace;
 pub(crate) use self::workspace::settle;
-use crate::process::Stop;
+use crate::job::RunLimit;
+use crate::process::{Interrupted, Stop};
+use crate::rounds::{Rounds, Turn};
 use crate::statistics::median;
 
 /// Names of tables.
@@ -99,6 +101,8 @@ pub struct TablePlan<'a> {
     pub name: TableName,
     pub rounds: u32,
     pub seconds: Option<f64>,
+    /// Operations of a run instead of seconds, for tables with loads of `bench client`.
+    pub ops: Option<u64>,
     pub size: Option<u64>,
     /// Only rows with this text in their names.
     pub only: &'a str,
@@ -132,6 +136,7 @@ const SILENCE: Duration = Duration::from_secs(300);
 /// The figures of one measurement, by their names.
 type Figures = BTreeMap<&'static str, f64>;
 
+#[derive(Clone)]
 struct Row {
     name: String,
     systems: Vec<String>,
@@ -172,6 +177,11 @@ struct Measured {
 }
 
 impl Measured {
+    /// Returns whether a round of the row is finished.
+    fn has_rounds(&self) -> bool {
+        self.figures.iter().any(|rounds| !rounds.is_empty())
+    }
+
     /// Returns the median of a figure, if each round has it.
     fn median(&self, system: usize, key: &str) -> Option<f64> {
         let values: Option<Vec<f64>> =
@@ -188,19 +198,16 @@ impl Measured {
     }
 }
 
-/// Returns the order of systems in a round. Each round begins with another system.
-pub fn order(round: usize, systems: usize) -> impl Iterator<Item = usize> {
-    (0..systems).map(move |n| (n + round) % systems)
-}
-
 pub fn run(plan: &TablePlan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<()> {
     let (size, seconds) = plan.name.usual();
-    let place = Workspace::new(
-        guests,
-        plan.size.unwrap_or(size),
-        plan.seconds.unwrap_or(seconds),
-        stop.clone(),
-    )?;
+    let limit = match plan.ops {
+        Some(_) if !matches!(plan.name, TableName::Clients | TableName::Overlays) => {
+            anyhow::bail!("--ops: only the tables clients and overlays count operations")
+        }
+        Some(ops) => RunLimit::Operations(ops),
+        None => RunLimit::Seconds(plan.seconds.unwrap_or(seconds)),
+    };
+    let place = Workspace::new(guests, plan.size.unwrap_or(size), limit, stop.clone())?;
     let mut table: Box<dyn Table> = match plan.name {
         TableName::Clients => Box::new(clients::Clients::new(place)?),
         TableName::Overlays => Box::new(overlays::Overlays::new(place)?),
@@ -213,19 +220,30 @@ pub fn run(plan: &TablePlan<'_>, guests: Option<PathBuf>, stop: Stop) -> Result<
         TableName::Uml => Box::new(uml::Uml::new(place, plan)?),
         TableName::Demo => Box::new(demo::Demo::new(place)?),
     };
-    let measured = rounds(table.as_mut(), plan, &stop)?;
-    table.check()?;
+    let mut measured = chosen(table.as_mut(), plan)?;
+    let end = play(table.as_mut(), plan, &stop, &mut measured);
+    if end.as_ref().is_err_and(|e| !e.is::<Interrupted>()) {
+        return end;
+    }
+    measured.retain(Measured::has_rounds);
+    // The figures mean nothing if the check fails, or if the interruption ended what it needs.
+    let checked = table.check();
+    if end.is_err() && (measured.is_empty() || checked.is_err()) {
+        return end;
+    }
+    checked?;
     let text = match plan {
         TablePlan { json: true, .. } => json(&measured),
         TablePlan { before: Some(_), .. } => builds::markdown(&measured),
         _ => table.markdown(&measured),
     };
     output::print(text)?;
-    Ok(())
+    end
 }
 
-fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
-    let TablePlan { rounds, only, peers, .. } = *plan;
+/// Returns the rows of the table that the plan wants, without figures.
+fn chosen(table: &mut dyn Table, plan: &TablePlan<'_>) -> Result<Vec<Measured>> {
+    let TablePlan { only, peers, .. } = *plan;
     let chosen = table.rows().into_iter().enumerate().filter(|(_, row)| plan.wants(&row.name));
     let new = |(number, row): (usize, Row)| Measured {
         figures: vec![Vec::new(); row.systems.len()],
@@ -233,7 +251,7 @@ fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Ve
         row,
         number,
     };
-    let mut measured: Vec<_> = chosen.map(new).collect();
+    let measured: Vec<_> = chosen.map(new).collect();
     anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
     anyhow::ensure!(
         plan.before.is_none() || table.place().is_some(),
@@ -244,29 +262,47 @@ fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Ve
         let all: BTreeSet<_> = measured.iter().flat_map(|m| &m.row.systems).collect();
         anyhow::bail!("--peer {wrong}: the table has {all:?}");
     }
-    for round in 0..rounds {
-        for Measured { row, number, figures, before } in &mut measured {
-            let wanted = |system: &usize| plan.wants_peer(&row.systems[*system]);
-            let systems = (0..row.systems.len()).filter(wanted);
-            let turns = builds::turns(table, plan, *number, systems);
-            for (system, build) in order(round as usize, turns.len()).map(|n| turns[n]) {
-                stop.check()?;
-                let (name, system_name) = (&row.name, &row.systems[system]);
-                let figure = builds::with(table, build, plan, |t| t.measure(*number, system))
-                    .with_context(|| format!("{name} on {system_name}{build}"))?;
-                let told: Vec<_> =
-                    figure.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
-                output::note(format_args!(
-                    "round {} of {rounds}: {name} on {system_name}{build}: {}",
-                    round + 1,
-                    told.join(", ")
-                ));
-                let kept = if build == Build::Before { &mut *before } else { &mut *figures };
-                kept[system].push(figure);
-            }
-        }
-    }
     Ok(measured)
+}
+
+/// Measures the rows in rounds, and adds the figures of each finished round of a row.
+fn play(
+    table: &mut dyn Table,
+    plan: &TablePlan<'_>,
+    stop: &Stop,
+    measured: &mut [Measured],
+) -> Result<()> {
+    let turns_of = |Measured { row, number, .. }: &Measured| {
+        let wanted = |system: &usize| plan.wants_peer(&row.systems[*system]);
+        builds::turns(table, plan, *number, (0..row.systems.len()).filter(wanted))
+    };
+    let turns: Vec<Vec<(usize, Build)>> = measured.iter().map(turns_of).collect();
+    let rows: Vec<(Row, usize)> = measured.iter().map(|m| (m.row.clone(), m.number)).collect();
+    let rounds = plan.rounds;
+    let measure = |turn: Turn| {
+        let ((row, number), (system, build)) = (&rows[turn.row], turns[turn.row][turn.system]);
+        let (name, system_name) = (&row.name, &row.systems[system]);
+        let figures = builds::with(table, build, plan, |t| t.measure(*number, system))
+            .with_context(|| format!("{name} on {system_name}{build}"))?;
+        let told: Vec<_> =
+            figures.iter().map(|(name, value)| format!("{name} {value:.3}")).collect();
+        output::note(format_args!(
+            "round {} of {rounds}: {name} on {system_name}{build}: {}",
+            turn.round + 1,
+            told.join(", ")
+        ));
+        Ok(figures)
+    };
+    let keep = |_, row: usize, all: Vec<(usize, Figures)>| {
+        for (turn, figures) in all {
+            let (system, build) = turns[row][turn];
+            let Measured { figures: now, before, .. } = &mut measured[row];
+            let kept = if build == Build::Before { before } else { now };
+            kept[system].push(figures);
+        }
+        Ok(())
+    };
+    Rounds::new(rounds, turns.iter().map(Vec::len), stop).run_whole(measure, keep)
 }
 
 /// Returns all figures of all rounds.
@@ -336,6 +372,13 @@ mod tests {
         }
     }
 
+    /// Chooses the rows of the plan and measures them.
+    fn rounds(table: &mut dyn Table, plan: &TablePlan<'_>, stop: &Stop) -> Result<Vec<Measured>> {
+        let mut measured = chosen(table, plan)?;
+        play(table, plan, stop, &mut measured)?;
+        Ok(measured)
+    }
+
     #[test]
     fn rounds_are_interleaved_and_begin_with_another_system() {
         let mut table = Counts { calls: Vec::new() };
@@ -343,6 +386,7 @@ mod tests {
             name: TableName::Nbd,
             rounds: 1,
             seconds: None,
+            ops: None,
             size: None,
             only: "",
             peers: &[],
@@ -398,13 +442,12 @@ mod tests {
         }
     }
 
-    #[test]
-    fn a_measurement_that_fails_is_named() {
-        let mut table = Failing(Counts { calls: Vec::new() });
-        let plan = TablePlan {
+    fn two_rounds() -> TablePlan<'static> {
+        TablePlan {
             name: TableName::Nbd,
             rounds: 2,
             seconds: None,
+            ops: None,
             size: None,
             only: "",
             peers: &[],
@@ -413,7 +456,13 @@ mod tests {
             guest_cpus: None,
             server_cpus: None,
             json: false,
-        };
+        }
+    }
+
+    #[test]
+    fn a_measurement_that_fails_is_named() {
+        let mut table = Failing(Counts { calls: Vec::new() });
+        let plan = two_rounds();
         let error = rounds(&mut table, &plan, &Stop::default()).err().unwrap();
         assert_eq!(format!("{error:#}"), "reads on b: the guest has no disk");
         assert_eq!(table.0.calls, [(0, 0)], "no measurement after it");
@@ -426,6 +475,45 @@ mod tests {
         let plan = TablePlan { before: Some(Path::new("/old/blockyard")), ..plan };
         let error = rounds(&mut table, &plan, &Stop::default()).err().unwrap().to_string();
         assert!(error.contains("--before"), "{error}");
+    }
+
+    /// A table that the user interrupts in the second round of its first row.
+    struct Stopped(Counts, Stop);
+
+    impl Table for Stopped {
+        fn rows(&self) -> Vec<Row> {
+            self.0.rows()
+        }
+
+        fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
+            let figures = self.0.measure(row, system);
+            if self.0.calls.len() == 8 {
+                self.1.request();
+            }
+            figures
+        }
+
+        fn markdown(&self, _: &[Measured]) -> String {
+            String::new()
+        }
+    }
+
+    #[test]
+    fn an_interruption_leaves_the_same_rounds_of_all_systems() {
+        let stop = Stop::default();
+        let mut table = Stopped(Counts { calls: Vec::new() }, stop.clone());
+        let plan = two_rounds();
+        let mut measured = chosen(&mut table, &plan).unwrap();
+        let end = play(&mut table, &plan, &stop, &mut measured).unwrap_err();
+        assert!(end.is::<Interrupted>());
+        let kept: Vec<Vec<_>> =
+            measured.iter().map(|m| m.figures.iter().map(Vec::len).collect()).collect();
+        assert_eq!(kept, [vec![1, 1, 1], vec![1], vec![1, 1]]);
+        assert!(measured.iter().all(Measured::has_rounds));
+        // The signal came before the first turn.
+        let mut measured = chosen(&mut table, &plan).unwrap();
+        play(&mut table, &plan, &stop, &mut measured).unwrap_err();
+        assert!(!measured.iter().any(Measured::has_rounds));
     }
 
     #[test]

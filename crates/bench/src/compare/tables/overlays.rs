@@ -241,7 +241,7 @@ impl Table for Overlays {
         let (ImageFile { path, format }, backing) = (&chain[0], &chain[1..]);
         let options = match options.contains("--ops") {
             true => options.clone(),
-            false => format!("{options} --runtime {}", self.place.seconds),
+            false => format!("{options} {}", self.place.limit()),
         };
         let image = Image { crash_safety, backing, ..Image::new(path, format, *cached) };
         let (mut server, socket) = self.place.vhost_user(server, &image)?;

@@ -16,8 +16,9 @@ use anyhow::{Context, Result};
 
 use super::columns::Columns;
 use super::workspace::{Workspace, run, zeroes};
-use super::{Figures, Measured, Row, SILENCE, Table, TablePlan, markdown, order};
-use crate::process::Process;
+use super::{Figures, Measured, Row, SILENCE, Table, TablePlan, markdown};
+use crate::process::{Process, Stop};
+use crate::rounds::Rounds;
 
 /// Each system: its name; and the guest script's arguments: driver, cache mode, and image.
 const SYSTEMS: [(&str, &str); 6] = [
@@ -119,7 +120,7 @@ impl Ublk {
         // host more, and the first system at an offset would pay for that.
         zeroes(&disk, (mib * 2 * systems.len() as u64 + 128) << 20, &place.stop)?;
         run(Command::new("strip").arg("-o").args([&program, &place.program]))?;
-        std::fs::write(&script, text(&rows, &systems, plan.rounds))?;
+        std::fs::write(&script, text(&rows, &systems, plan.rounds, &place.stop))?;
         let kernel = plan.kernel.unwrap_or("7").to_string();
         let mut command = Command::new(place.guests()?.join("qemu"));
         command
@@ -161,21 +162,20 @@ impl Ublk {
 }
 
 /// Returns the guest's script: the devices, then all measurements in their order.
-fn text(rows: &[usize], systems: &[usize], rounds: u32) -> String {
+fn text(rows: &[usize], systems: &[usize], rounds: u32, stop: &Stop) -> String {
     let mut text = HEAD.to_string();
     for system in systems {
         text += &format!("begin {system} {}\n", SYSTEMS[*system].1);
     }
     let (copies, loads): (Vec<usize>, Vec<usize>) = rows.iter().partition(|row| **row == COPY);
     for rows in [loads, copies] {
-        for round in 0..rounds as usize {
-            for row in &rows {
-                for system in order(round, systems.len()).map(|n| systems[n]) {
-                    let (verb, words) = ROWS[*row].1.split_once(' ').unwrap_or((ROWS[*row].1, ""));
-                    let (job, options) = words.split_once(' ').unwrap_or(("", ""));
-                    text += &format!("{verb} {job} {row} {system} {options}\n");
-                }
-            }
+        // The guest measures, so only the order comes from the harness.
+        let rounds = Rounds::new(rounds, rows.iter().map(|_| systems.len()), stop);
+        for turn in rounds.turns() {
+            let (row, system) = (rows[turn.row], systems[turn.system]);
+            let (verb, words) = ROWS[row].1.split_once(' ').unwrap_or((ROWS[row].1, ""));
+            let (job, options) = words.split_once(' ').unwrap_or(("", ""));
+            text += &format!("{verb} {job} {row} {system} {options}\n");
         }
     }
     text
@@ -240,7 +240,7 @@ mod tests {
 
     #[test]
     fn the_guest_has_the_order_of_the_rounds() {
-        let text = text(&[1, COPY], &[3, 4], 2);
+        let text = text(&[1, COPY], &[3, 4], 2, &Stop::default());
         let lines: Vec<_> = text[HEAD.len()..].lines().map(str::trim_end).collect();
         let read = |system: usize| format!("measure read 1 {system} --bs=1M --iodepth=4");
         let loads = [3, 4, 4, 3].map(read);

@@ -12,6 +12,7 @@ use clap::Parser;
 use super::Figures;
 use crate::client;
 use crate::compare::blockdev::{self, ImageFile};
+use crate::job::RunLimit;
 use crate::process::{Process, Stop, fill};
 
 pub struct Workspace {
@@ -21,6 +22,8 @@ pub struct Workspace {
     pub stop: Stop,
     pub size: u64,
     pub seconds: f64,
+    /// Operations of a run, instead of seconds.
+    ops: Option<u64>,
 }
 
 /// Back ends that speak vhost-user.
@@ -49,19 +52,32 @@ impl<'a> Image<'a> {
 }
 
 impl Workspace {
-    pub fn new(guests: Option<PathBuf>, size: u64, seconds: f64, stop: Stop) -> Result<Self> {
+    pub fn new(guests: Option<PathBuf>, size: u64, limit: RunLimit, stop: Stop) -> Result<Self> {
         let base = std::env::var_os("TMPDIR").map_or_else(|| "/var/tmp".into(), PathBuf::from);
         let folder = base.join(format!("blockyard-table.{}", std::process::id()));
         let program = peer::find("blockyard")?;
         std::fs::create_dir(&folder).with_context(|| format!("creating {}", folder.display()))?;
-        Ok(Workspace { folder, guests, program, stop, size, seconds })
+        let (seconds, ops) = match limit {
+            RunLimit::Seconds(seconds) => (seconds, None),
+            RunLimit::Operations(ops) => (0.0, Some(ops)),
+        };
+        Ok(Workspace { folder, guests, program, stop, size, seconds, ops })
     }
 
     /// Returns a place of a MiB for each disk, with these programs.
     #[cfg(test)]
     pub fn of_programs(folder: PathBuf, guests: PathBuf, program: PathBuf) -> Self {
         let stop = Stop::default();
-        Workspace { folder, guests: Some(guests), program, stop, size: 1 << 20, seconds: 0.01 }
+        let (size, seconds, ops) = (1 << 20, 0.01, None);
+        Workspace { folder, guests: Some(guests), program, stop, size, seconds, ops }
+    }
+
+    /// Returns the option of `bench client` that ends a run.
+    pub fn limit(&self) -> String {
+        match self.ops {
+            Some(ops) => format!("--ops {ops}"),
+            None => format!("--runtime {}", self.seconds),
+        }
     }
 
     pub fn guests(&self) -> Result<&Path> {
