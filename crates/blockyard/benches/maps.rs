@@ -21,7 +21,7 @@ use blockyard::{
 use blockyard_driver::{Data, Plan, Queue, Session, SplitRing, request};
 use blockyard_ring::Segments;
 use blockyard_storage::Storage;
-use blockyard_storage::target::{Direct, Mapped};
+use blockyard_storage::targets::{Direct, Mapped};
 
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 1 << 15;

@@ -9,7 +9,7 @@ use blockyard_image::journal::{CrashSafety, JournalStore, SafetyMode, StateFolde
 use blockyard_image::{ChainOptions, Format};
 use blockyard_sched::{Knobs, Limit};
 use blockyard_storage::CacheMode;
-use blockyard_storage::target::Target;
+use blockyard_storage::targets::Target;
 
 /// Most queues of a disk, because a message of vhost-user has one byte for the number of a queue.
 const MOST_QUEUES: u16 = 256;

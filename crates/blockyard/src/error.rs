@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use blockyard_storage::target::TargetError;
+use blockyard_storage::targets::TargetError;
 use blockyard_yard::{Obstacle, YardError};
 
 /// Kinds of errors that callers distinguish.

@@ -71,7 +71,7 @@ pub mod testing;
 mod yard;
 
 pub use blockyard_storage::CacheMode;
-pub use blockyard_storage::target::{
+pub use blockyard_storage::targets::{
     Access, Device, Discard, Extent, Figures, Files, Fill, Handle, Lent, Limits, Lock, Locked, Map,
     OwnFile, Place, Question, Shape, Target, TargetError, TargetErrorKind,
 };

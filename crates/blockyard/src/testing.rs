@@ -32,7 +32,7 @@ use blockyard_storage::Storage;
 use blockyard_storage::sim::{
     OpKind, Oracle, Phase, Power, Rng, Sim, SimConfig, SimDisk, SimHandle, SimImage, Trace, pattern,
 };
-use blockyard_storage::target::{Direct, Mapped};
+use blockyard_storage::targets::{Direct, Mapped};
 
 use crate::{Access, Device, Files, Handle, Map, OwnFile, Shape};
 
@@ -58,6 +58,22 @@ pub struct PowerCuts {
     errors: u64,
 }
 
+/// The rules that [`PowerCuts`] checks.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Rule {
+    /// The target opens.
+    Opens,
+    /// Each request has an answer.
+    Answers,
+    /// No request fails, unless an operation of the files has failed.
+    Succeeds,
+    /// A read returns what was written last, or what is written meanwhile.
+    Reads,
+    /// After a power cut each sector holds its last flushed or durable write, or a later one.
+    SurvivesCuts,
+}
+
 /// A rule that a target broke.
 #[derive(Clone, Debug, thiserror::Error)]
 #[error("seed {seed}, round {round}: {what}")]
@@ -66,6 +82,8 @@ pub struct Broken {
     pub seed: u64,
     /// Number of power cuts before.
     pub round: u64,
+    /// The rule.
+    pub rule: Rule,
     what: String,
 }
 
@@ -173,7 +191,7 @@ impl PowerCuts {
         }
         let tag = Rc::new(Cell::new(1));
         for round in 0..=ROUNDS {
-            let broken = |what: String| Broken { seed, round, what };
+            let broken = |rule, what: String| Broken { seed, round, rule, what };
             let sim = Sim::new(rng.next_u64());
             // A request is some ten events, so that most cuts come in the middle of a run.
             let power = match round {
@@ -207,15 +225,15 @@ impl PowerCuts {
             let (found, open, handle, client) =
                 (rig.found.clone(), open.clone(), sim.handle().clone(), rng.fork());
             let ran = sim.block_on(async move { rig.round(open, handle, client).await });
-            if let Some(what) = found.take() {
-                return Err(broken(what));
+            if let Some((rule, what)) = found.take() {
+                return Err(broken(rule, what));
             }
             match ran {
                 Ok(Ok(())) => {}
                 // Without power nothing goes on.
                 _ if power.is_off() => {}
-                Ok(Err(e)) => return Err(broken(e.to_string())),
-                Err(stalled) => return Err(broken(stalled.to_string())),
+                Ok(Err(e)) => return Err(broken(Rule::Opens, e.to_string())),
+                Err(stalled) => return Err(broken(Rule::Answers, stalled.to_string())),
             }
             images = disks.iter().map(SimDisk::power_cut).collect();
         }
@@ -236,7 +254,7 @@ struct Rig {
     /// Number of the next write.
     tag: Rc<Cell<u64>>,
     /// The first broken rule.
-    found: Rc<RefCell<Option<String>>>,
+    found: Rc<RefCell<Option<(Rule, String)>>>,
     /// Whether a power cut was before, and the disk is not checked yet.
     after_cut: Cell<bool>,
     /// Number of operations that failed before the disk was served again.
@@ -291,11 +309,11 @@ impl Rig {
         let bytes = self.answered(&*disk, read(&*disk, 0, self.cuts.shape.size).await)?;
         // The read may fail by an error of a file. Then the disk is served again.
         let Some(bytes) = bytes else { return Ok(()) };
-        let checked = match self.after_cut.take() {
-            true => self.oracle.borrow_mut().check_after_cut(0, &bytes),
-            false => self.oracle.borrow_mut().check_read(token, 0, &bytes),
+        let (rule, checked) = match self.after_cut.take() {
+            true => (Rule::SurvivesCuts, self.oracle.borrow_mut().check_after_cut(0, &bytes)),
+            false => (Rule::Reads, self.oracle.borrow_mut().check_read(token, 0, &bytes)),
         };
-        self.note(checked);
+        self.note(rule, checked);
         if let Some(rng) = errors {
             errors::plan(&self.disks, most, requests, rng);
         }
@@ -360,7 +378,7 @@ impl Rig {
         let bytes = self.answered(disk, bytes)?.filter(|_| !self.may_be_either(disk, losses));
         let mut oracle = self.oracle.borrow_mut();
         match bytes {
-            Some(bytes) => self.note(oracle.check_read(token, offset, &bytes)),
+            Some(bytes) => self.note(Rule::Reads, oracle.check_read(token, offset, &bytes)),
             None => oracle.read_withdrawn(token),
         }
         Ok(())
@@ -474,15 +492,15 @@ impl Rig {
             Err(_) if self.has_failed() => Ok(None),
             Err(e) => {
                 let what = format!("a request fails, and no operation of a file has: {e}");
-                self.found.borrow_mut().get_or_insert(what);
+                self.found.borrow_mut().get_or_insert((Rule::Succeeds, what));
                 Err(e)
             }
         }
     }
 
-    fn note(&self, checked: Result<(), blockyard_storage::sim::Mismatch>) {
+    fn note(&self, rule: Rule, checked: Result<(), blockyard_storage::sim::Mismatch>) {
         if let Err(e) = checked {
-            self.found.borrow_mut().get_or_insert(e.to_string());
+            self.found.borrow_mut().get_or_insert_with(|| (rule, e.to_string()));
         }
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use blockyard_disk::{Carried, OpKind};
 use blockyard_export::Reactors;
 use blockyard_image::{ChainOptions, Format};
-use blockyard_storage::target::{TargetEnd, TargetError};
+use blockyard_storage::targets::{TargetEnd, TargetError};
 use blockyard_yard::{Activation, Change, DiskSettings, Shares, Way, YardError};
 
 use crate::disk::{Content, Disk};

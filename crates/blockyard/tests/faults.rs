@@ -5,13 +5,13 @@ use std::io;
 use std::ops::Range;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{Receiver, SyncSender, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, sync_channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use blockyard::{
-    Access, CacheMode, Device, Disk, ErrorKind, Extent, Files, Fill, Handle, Lent, Limits, Map,
-    OwnFile, Place, Question, Shape, Target, Yard,
+    Access, CacheMode, Device, Discard, Disk, ErrorKind, Extent, Files, Fill, Handle, Lent, Limits,
+    Map, OwnFile, Place, Question, Shape, Target, Yard,
 };
 
 mod common;
@@ -123,32 +123,97 @@ impl Map for Silent {
     }
 }
 
-/// Time for which a target may be silent. An answer comes in this time also if the host stops for
-/// some seconds.
-const SILENCE: Duration = Duration::from_secs(8);
+/// Time for which a target may be silent.
+const SILENCE: Duration = Duration::from_secs(1);
 
 #[test]
 fn a_map_that_is_silent_is_not_waited_for() {
     let scratch = Scratch::new("silent");
     let good = scratch.file("good", &vec![0; SIZE as usize]);
     let yard = Yard::start(1).unwrap();
-    let (release, held) = sync_channel(8);
+    let (release, held) = sync_channel(0);
     let limits = Limits { answer: SILENCE, ..Limits::default() };
     let target = Target::map("silent", SHAPE, async |_, _| Ok(Silent(Mutex::new(held))));
     let disk = Disk::target("silent", target.limits(limits));
     yard.serve(disk.vhost_user(scratch.path("silent.sock"))).unwrap();
-    let neighbour = Disk::target("good", honest(&good));
+    // A host that stops for some seconds must not look like a silent target.
+    let patient = Limits { answer: Duration::MAX, ..Limits::default() };
+    let neighbour = Disk::target("good", honest(&good).limits(patient));
     yard.serve(neighbour.vhost_user(scratch.path("good.sock"))).unwrap();
     let connect = |name| Guest::connect(&scratch.path(name));
     let (mut guest, mut neighbour) = (connect("silent.sock"), connect("good.sock"));
     assert_eq!(guest.try_read(0, 4096), Err(IOERR));
     neighbour.write(0, &[5; 4096]);
     assert_eq!(neighbour.read(0, 4096), [5; 4096]);
-    // The target answers again: the late answer is not used, the next one is.
-    (0..2).for_each(|_| release.send(()).unwrap());
-    assert_eq!(guest.try_read(4096, 4096), Ok(vec![0; 4096]));
-    drop((guest, release));
+    // The target answers again: the late answer is not used, a later one is.
+    drop(release);
+    let begun = Instant::now();
+    while guest.try_read(4096, 4096) != Ok(vec![0; 4096]) {
+        assert!(begun.elapsed() < LIMIT, "no answer of the target is used");
+    }
+    drop(guest);
     assert!(yard.remove("silent").unwrap().is_flushed);
+}
+
+/// Has no answer to a change at offset 0.
+struct Late;
+
+impl Late {
+    async fn answer(&self, offset: u64) -> io::Result<()> {
+        if offset == 0 { std::future::pending().await } else { Ok(()) }
+    }
+}
+
+impl Device for Late {
+    async fn read(&self, _: u64, _: Lent) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn write(&self, offset: u64, _: Lent) -> io::Result<()> {
+        self.answer(offset).await
+    }
+
+    async fn flush(&self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Map for Late {
+    async fn locate(&self, asked: Question) -> io::Result<Vec<Extent>> {
+        Ok(vec![Extent { len: asked.len, place: Place::At { file: 0, offset: asked.offset } }])
+    }
+
+    async fn flush(&self, _: &[Range<u64>]) -> io::Result<()> {
+        Ok(())
+    }
+
+    async fn discard(&self, asked: Discard) -> io::Result<Vec<Extent>> {
+        self.answer(asked.offset).await?;
+        Ok(vec![Extent { len: asked.len, place: Place::Zero }])
+    }
+}
+
+/// The target may still make the change, after a later one.
+#[test]
+fn a_guest_cannot_write_after_a_change_without_an_answer() {
+    let scratch = Scratch::new("late");
+    let file = scratch.file("file", &vec![0; SIZE as usize]);
+    let device = Target::device("device", SHAPE, async |_, _| Ok(Late));
+    let map = Target::map("map", SHAPE, async |_, _| Ok(Late)).data(file, Access::Write);
+    let limits = Limits { answer: SILENCE, ..Limits::default() };
+    let yard = Yard::start(1).unwrap();
+    let late: [fn(&mut Guest) -> u8; 2] =
+        [|guest| guest.try_write(0, &[1; 4096]), |guest| guest.try_discard(0, 4096)];
+    for (target, late) in [device, map].into_iter().zip(late) {
+        let disk = Disk::target("late", target.limits(limits));
+        yard.serve(disk.vhost_user(scratch.path("socket"))).unwrap();
+        let mut guest = Guest::connect(&scratch.path("socket"));
+        assert_eq!(late(&mut guest), IOERR);
+        assert_eq!(guest.try_write(4096, &[2; 4096]), IOERR);
+        assert_eq!(guest.try_flush(), IOERR);
+        drop(guest);
+        assert!(!yard.remove("late").unwrap().is_flushed);
+    }
 }
 
 #[test]
@@ -218,7 +283,8 @@ fn a_name_that_is_taken_starts_no_target() {
     });
     let error = yard.serve(Disk::target("a", second)).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::NameTaken);
-    assert!(started.recv().is_err(), "the target has started");
+    let has_started = started.recv_timeout(LIMIT);
+    assert_eq!(has_started, Err(RecvTimeoutError::Disconnected), "the target has started");
     yard.remove("a").unwrap();
     let unknown = yard.remove("a").unwrap_err().to_string();
     assert_eq!(unknown, "no disk is called \"a\": `Yard::disks` returns the names");
@@ -284,7 +350,7 @@ fn a_device_serves_its_own_data_and_its_panic_ends_only_itself() {
     assert_eq!(guest.read(512 * 3, 4096), [9; 4096]);
     assert_eq!(guest.read(0, 512), [0; 512]);
     guest.flush();
-    assert_eq!(flushes.recv_timeout(Duration::from_secs(60)).unwrap(), 1);
+    assert_eq!(flushes.recv_timeout(LIMIT).unwrap(), 1);
     assert_eq!(guest.try_read(1 << 20, 512), Err(IOERR));
     assert_eq!(guest.try_read(0, 512), Err(IOERR), "its state is unknown");
     assert_eq!(guest.try_flush(), IOERR);

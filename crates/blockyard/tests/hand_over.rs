@@ -143,6 +143,7 @@ struct NbdClient(UnixStream);
 impl NbdClient {
     fn connect(socket: &Path) -> Self {
         let mut stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(LIMIT)).unwrap();
         let mut greeting = [0; 18];
         stream.read_exact(&mut greeting).unwrap();
         let flags = u32::from(handshake::FIXED_NEWSTYLE | handshake::NO_ZEROES);
@@ -163,7 +164,7 @@ impl NbdClient {
         read.put(Headers::Simple, &mut request);
         self.0.write_all(&request).unwrap();
         let mut reply = vec![0; SimpleReply::BYTES + BLOCK];
-        self.0.read_exact(&mut reply).unwrap();
+        self.0.read_exact(&mut reply).expect("a read is answered in time");
         assert_eq!(SimpleReply::parse(&reply), Ok(SimpleReply { error: 0, cookie: 7 }));
         reply.split_off(SimpleReply::BYTES)
     }

@@ -27,7 +27,7 @@ use blockyard_storage::sim::{Fault, OpKind, SimConfig, SimDisk, SimImage};
 
 mod common;
 
-use common::Scratch;
+use common::{LIMIT, Scratch};
 
 /// Bytes that `cowd.py` moves at a time.
 const BLOCK: u64 = 64 << 10;
@@ -104,6 +104,7 @@ impl Program {
         std::fs::write(folder.join("calls"), [])?;
         let example = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/exec/cowd.py");
         let (ours, theirs) = UnixStream::pair()?;
+        ours.set_read_timeout(Some(LIMIT))?;
         let mut command = Command::new("python3");
         command
             .args(["-S", "-c"])
@@ -126,9 +127,13 @@ impl Program {
 
     fn line(&mut self) -> io::Result<String> {
         let mut line = String::new();
-        match self.lines.read_line(&mut line)? {
-            0 => Err(io::ErrorKind::UnexpectedEof.into()),
-            _ => Ok(line.trim_end().into()),
+        match self.lines.read_line(&mut line) {
+            Ok(0) => Err(io::ErrorKind::UnexpectedEof.into()),
+            Ok(_) => Ok(line.trim_end().into()),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                panic!("the program has not answered within {LIMIT:?}")
+            }
+            Err(e) => Err(e),
         }
     }
 

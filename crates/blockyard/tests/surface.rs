@@ -18,13 +18,13 @@ const FILES: [&str; 15] = [
     "src/testing.rs",
     "src/yard.rs",
     "../storage/src/cache.rs",
-    "../storage/src/target/device.rs",
-    "../storage/src/target/file.rs",
-    "../storage/src/target/lock.rs",
-    "../storage/src/target/map.rs",
-    "../storage/src/target/shape.rs",
-    "../storage/src/target/target.rs",
-    "../ring/src/segments/lent.rs",
+    "../storage/src/targets/device.rs",
+    "../storage/src/targets/file.rs",
+    "../storage/src/targets/lock.rs",
+    "../storage/src/targets/map.rs",
+    "../storage/src/targets/shape.rs",
+    "../storage/src/targets/target.rs",
+    "../ring/src/mem/segments/lent.rs",
 ];
 
 /// Items of these files that `lib.rs` does not export.

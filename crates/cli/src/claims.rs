@@ -11,8 +11,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use crate::exports::{self, Claim, Listens};
-use crate::looks::{self, LookError};
 use crate::options::disk::DiskArgs;
+use crate::process::looks::{self, LookError};
 
 /// What tells whether two images are the same.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

@@ -15,9 +15,9 @@ pub mod mistake;
 
 use self::files::{Instead, Missing};
 use crate::claims::{Claims, ImageId};
-use crate::early;
+use crate::disks::early;
+use crate::disks::identities::Images;
 use crate::exports;
-use crate::identities::Images;
 use crate::nbd;
 use crate::options::api::{self, ApiArgs};
 use crate::options::disk::DiskArgs;

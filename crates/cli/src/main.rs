@@ -1,5 +1,21 @@
 //! Blockyard: serves virtual disks to virtual machines from user space.
 //!
+//! ```text
+//!   commands/  the command line, and the commands that run no server: ctl, top, image, ...
+//!   serve/     the commands that run a server: serve, attach, xen; its start and its end
+//!   api/       calls of the API
+//!   reload/    SIGHUP and `ctl reload`
+//!   handover/  the next server gets the disks
+//!   server/    a running server: its state, its sandbox, its late disks, its events
+//!   config     the configuration file; changes: differences between two of them
+//!   disks/     one disk, from its options to its settings for the yard; the book of all disks
+//!   claims     what two disks cannot both have
+//!   exports/   the exports of a disk, from its options; nbd: the NBD servers
+//!   options/   options of the command line, and keys of the configuration file
+//!   process/   the process and its host, without disks: log, files that do not answer, ...
+//! ```
+//! A line uses lines below it.
+//!
 //! Command line, configuration, start-up and shutdown. Exit status: 0 success, 1 failure, 2 usage
 //! error. `image check` also returns 3 (corrupt) and 4 (no data in danger). `image compare` returns
 //! 0 (same), 1 (different) or 2 (failure). 141 means that the reader of standard output closed it
@@ -10,48 +26,19 @@
 #![deny(clippy::print_stdout, clippy::print_stderr)]
 
 mod api;
-mod attach;
-mod bench;
-mod book;
 mod changes;
-mod check_config;
 mod claims;
-mod cli;
-mod completions;
+mod commands;
 mod config;
-mod ctl;
 mod disks;
-mod early;
-mod events;
 mod exports;
-mod figures;
 mod handover;
-mod holder;
-mod identities;
-mod image;
-mod inherited;
-mod journals;
-mod late;
-mod log;
-mod looks;
-mod man;
 mod nbd;
 mod options;
-mod panics;
-mod persist;
+mod process;
 mod reload;
-mod reloader;
-mod reopening;
-mod sandbox;
 mod serve;
 mod server;
-mod shares;
-mod supervisor;
-mod toolstack;
-mod top;
-mod unopened;
-mod waits;
-mod xen;
 
 use std::process::ExitCode;
 
@@ -60,7 +47,12 @@ use blockyard_program::ending::{Failure, refuse};
 use blockyard_program::output;
 use clap::FromArgMatches;
 
-use cli::{Cli, Command};
+use commands::{Cli, Command, bench, completions, ctl, image, man, top};
+use disks::early;
+use handover::holder;
+use process::{launcher, log, panics};
+use serve::{attach, xen};
+use server::sandbox;
 
 /// Stack of the parser of arguments in bytes: that of a main thread.
 const PARSER_STACK: usize = 8 << 20;
@@ -74,8 +66,8 @@ fn main() -> ExitCode {
         let _ = early::run();
         return ExitCode::SUCCESS;
     }
-    if std::env::args_os().nth(1).is_some_and(|word| word == handover::launcher::ARGUMENT) {
-        let run = handover::launcher::run(std::env::args_os().skip(2));
+    if std::env::args_os().nth(1).is_some_and(|word| word == launcher::ARGUMENT) {
+        let run = launcher::run(std::env::args_os().skip(2));
         return ExitCode::from(u8::from(run.is_err()));
     }
     let cli = parse_apart();
@@ -102,7 +94,7 @@ fn main() -> ExitCode {
 
 /// Parses the arguments, or ends the process.
 fn parse() -> Cli {
-    let matches = cli::command().try_get_matches();
+    let matches = commands::command().try_get_matches();
     matches.and_then(|matches| Cli::from_arg_matches(&matches)).unwrap_or_else(|e| refuse(&e))
 }
 
@@ -128,9 +120,9 @@ fn run(command: &Command) -> Result<u8, Failure> {
         Command::Image(command) => return image::run(command),
         Command::Bench { arguments } => return Err(bench::become_it(arguments).into()),
         Command::Completions { shell } => {
-            output::print(completions::script(*shell, cli::whole_command()))?;
+            output::print(completions::script(*shell, commands::whole_command()))?;
         }
-        Command::Man { folder } => man::write_pages(cli::whole_command(), folder)
+        Command::Man { folder } => man::write_pages(commands::whole_command(), folder)
             .with_context(|| format!("writing man pages into {}", folder.display()))?,
     }
     Ok(0)

@@ -14,9 +14,8 @@ use blockyard_export::nbd::{Exported, Limits, Offer, Server, Settings};
 use blockyard_export::{Listener, Reactors};
 use blockyard_nbd::ServerTls;
 use blockyard_ring::parcel::Parcel;
+use blockyard_yard::WayError;
 
-use crate::exports::bound::{Address, Bound};
-use crate::inherited;
 use crate::options::disk::DiskArgs;
 use crate::options::nbd::{NbdAddress, NbdArgs};
 
@@ -171,13 +170,13 @@ impl Servers {
         }
     }
 
-    /// Exports `disk` at `address`. Starts a server if none listens there.
+    /// Exports `disk` at `address`. Starts a server if none listens there, on a socket of `listen`.
     pub fn offer(
         &mut self,
         address: &NbdAddress,
         disk: &Arc<Disk>,
         args: &DiskArgs,
-        bound: &Bound,
+        listen: impl FnOnce() -> Result<Listener, WayError>,
     ) -> anyhow::Result<Offer> {
         let name = args.nbd_name.as_deref().unwrap_or(disk.name());
         let description = args.description.as_deref().unwrap_or_default();
@@ -191,7 +190,7 @@ impl Servers {
         let (settings, reactors) = (self.settings.clients.clone(), self.reactors.clone());
         let listener = match self.handed.remove(&whole.to_string()) {
             Some(parcel) => Listener::from_parcel(parcel)?,
-            None => listen(address, bound)?,
+            None => listen()?,
         };
         let server = Server::start(listener, &address.to_string(), settings, reactors);
         let server = server.with_context(|| format!("listening on {address}"))?;
@@ -203,20 +202,4 @@ impl Servers {
     fn listening(&self) -> impl Iterator<Item = Arc<Server>> {
         self.all.iter().filter_map(|(_, server)| server.upgrade())
     }
-}
-
-fn listen(address: &NbdAddress, bound: &Bound) -> anyhow::Result<Listener> {
-    let found = match address {
-        NbdAddress::Unix(path) => bound.take(&Address::unix(path.clone())),
-        NbdAddress::Tcp { host, port } => bound.take(&Address::Tcp(host.clone(), *port)),
-        NbdAddress::Inherited(_) => None,
-    };
-    if let Some(listener) = found {
-        return Ok(listener);
-    }
-    Ok(match address {
-        NbdAddress::Unix(path) => Listener::bind(path)?,
-        NbdAddress::Tcp { host, port } => Listener::bind_tcp(host, *port)?,
-        NbdAddress::Inherited(name) => Listener::inherited(inherited::socket(name)?),
-    })
 }

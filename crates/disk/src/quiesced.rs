@@ -16,7 +16,7 @@
 use std::io;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use blockyard_ring::{Executor, Handle};
 
@@ -24,23 +24,9 @@ use crate::backend::Source;
 use crate::current_image::CurrentImage;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
+use crate::quiesce_error::{PATIENCE, QuiesceError};
 use crate::replies::{Replier, replies};
 use crate::tracker::Tracker;
-
-/// Longest time that a quiesce waits for the requests in flight. New requests are held back during
-/// this time.
-pub const PATIENCE: Duration = Duration::from_secs(10);
-
-/// Why a disk was not quiesced, or its image not exchanged.
-#[derive(Debug, thiserror::Error)]
-pub enum QuiesceError {
-    #[error("requests in flight have not ended within {} s", PATIENCE.as_secs())]
-    Patience,
-    #[error("a reactor cannot open the image")]
-    Reactor(#[source] io::Error),
-    #[error("cannot create a ring for the quiesce")]
-    Ring(#[source] io::Error),
-}
 
 /// A quiesced disk: no request is in flight. Dropping this ends the quiesce.
 pub struct QuiescedDisk {

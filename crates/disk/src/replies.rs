@@ -16,7 +16,7 @@ use std::time::Duration;
 
 use blockyard_ring::Handle;
 
-use crate::quiesced::QuiesceError;
+use crate::quiesce_error::QuiesceError;
 
 /// Reply of one reactor.
 pub(crate) type Reply = io::Result<()>;

@@ -10,6 +10,7 @@
 mod acceptor;
 mod budget;
 mod client;
+pub mod connections;
 pub mod custody;
 mod descriptors;
 mod ending;

@@ -11,11 +11,12 @@
 //!   boxed        any storage behind a pointer
 //!   file         files and block devices: opening, lock, records of snapshots
 //!   nbd          exports of NBD servers
-//!   target       disks of the library's user: code or another program decides their contents
+//!   targets      disks of the library's user: code or another program decides their contents
 //!   sim          the simulated disk; journals for power cuts
 //!   forward      a macro that forwards methods of `Storage`
 //!   error        why a name cannot be opened
 //!   cache        cache modes
+//!   size         sizes of disks that are parts of names
 //!   range_lock   locks for read-modify-write
 //! ```
 //!
@@ -47,9 +48,10 @@ mod range_lock;
 mod scheme;
 mod schemes;
 pub mod sim;
+mod size;
 mod storage;
 mod store;
-pub mod target;
+pub mod targets;
 
 pub use blockyard_ring::host::Geometry;
 pub use boxed::{AnyStorage, AnyStore};
@@ -61,6 +63,7 @@ pub use opened::{OpenError, OpenOptions, Opened, Overlaid, Program};
 pub use range_lock::{RangeGuard, RangeLock};
 pub use scheme::{Scheme, StorageScheme};
 pub use schemes::{SCHEMES, scheme_of};
+pub use size::{SizeError, disk_size};
 pub use storage::{Alignment, Capabilities, LookupFigures, Storage};
 pub use store::Store;
 

@@ -14,7 +14,7 @@ use crate::image_file::ImageFile;
 use crate::nbd;
 use crate::opened::{OpenError, OpenOptions};
 use crate::scheme::StorageScheme;
-use crate::target::exec;
+use crate::targets::exec;
 
 /// The kinds of names that are no paths.
 pub static SCHEMES: &[&dyn StorageScheme] = &[&nbd::NbdScheme, &exec::ExecScheme];

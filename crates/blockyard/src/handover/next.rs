@@ -7,7 +7,7 @@ use blockyard_disk::Carried;
 use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_image::journal;
-use blockyard_storage::target::exec;
+use blockyard_storage::targets::exec;
 
 use super::{
     CARRIED, FORMAT, FromNext, FromThis, MESSAGE_TIME, PROGRAM, Peer, check_exports, unexpected,

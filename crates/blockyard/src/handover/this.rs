@@ -13,7 +13,7 @@ use blockyard_export::nbd::Server;
 use blockyard_export::vhost_user::Before;
 use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
-use blockyard_storage::target::exec;
+use blockyard_storage::targets::exec;
 use blockyard_yard::{HandedDisk, Pending};
 use rustix::process::{Pid, PidfdFlags, Signal};
 

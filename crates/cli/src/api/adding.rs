@@ -10,15 +10,14 @@ use blockyard_control::{Answer, Kind, Object, Operator, Problem, invalid};
 use toml::Table;
 
 use super::keeping::{NOT_WRITTEN, conflict, not_kept};
-use super::words;
-use crate::book::HeldDisk;
+use super::persist::Persistence;
 use crate::changes::inner;
+use crate::disks::book::HeldDisk;
 use crate::disks::check;
 use crate::nbd;
 use crate::options::disk::DiskArgs;
-use crate::persist::Persistence;
 use crate::server::error::AddError;
-use crate::server::{Adding, Server};
+use crate::server::{Adding, Server, words};
 
 /// A new disk that was checked.
 pub struct NewDisk {

@@ -12,8 +12,7 @@ use blockyard_export::Client;
 use blockyard_program::output::shell;
 use blockyard_yard::{DiskInfo, DiskState};
 
-use super::words;
-use crate::server::Server;
+use crate::server::{Server, words};
 
 /// Longest wait for clients that are disconnected. NBD clients have 2 s to read their replies.
 const DISCONNECT_TIME: Duration = Duration::from_secs(10);

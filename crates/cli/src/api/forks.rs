@@ -29,15 +29,15 @@ use blockyard_program::output::shell;
 use blockyard_ring::pool::Pool;
 
 use super::adding::{NewDisk, not_added};
+use super::places;
 use super::snapshots::SnapshotEnd;
-use super::{places, words};
-use crate::book::HeldDisk;
+use crate::disks::book::HeldDisk;
 use crate::exports::bound::{self, Address};
 use crate::exports::{self, Listens};
 use crate::options::disk::DiskArgs;
+use crate::process::{inherited, looks};
 use crate::server::error::AddError;
-use crate::server::{NotOpened, Reserved, STORAGE_TIME, Server};
-use crate::{inherited, looks, reopening};
+use crate::server::{NotOpened, Reserved, STORAGE_TIME, Server, reopening, words};
 
 /// Shortest wait for the new disk, after a snapshot that took nearly all the time.
 const LEAST: Duration = Duration::from_secs(2);

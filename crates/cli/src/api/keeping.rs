@@ -4,11 +4,10 @@ use blockyard_control::{Answer, Kind, Object, Problem};
 use blockyard_yard::DiskInfo;
 use toml::Table;
 
-use super::words;
+use super::persist::Persistence;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
-use crate::persist::Persistence;
-use crate::reopening;
+use crate::server::{reopening, words};
 
 /// Of a call with `persist` that fails, or has not ended.
 pub const NOT_WRITTEN: &str = "nothing is written into the configuration";

@@ -19,10 +19,10 @@ mod clients;
 mod forks;
 mod keeping;
 mod operator;
+mod persist;
 mod places;
 mod sampled;
 mod snapshots;
-pub mod words;
 
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -38,8 +38,8 @@ use blockyard_ring::host;
 use blockyard_ring::parcel::Parcel;
 
 use crate::handover::Takeover;
-use crate::inherited;
 use crate::options::api::ApiArgs;
+use crate::process::inherited;
 use crate::server::Server;
 
 /// Names of the sockets in a hand-over.

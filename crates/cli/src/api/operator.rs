@@ -16,16 +16,15 @@ use blockyard_yard::{DiskInfo, JobKind, Pending, YardError};
 use toml::Table;
 
 use super::keeping::{NOT_WRITTEN, check_top, conflict, kept, not_kept};
-use super::{backups, places, sampled, words};
-use crate::book::{Entry, HeldDisk, HoldError};
+use super::persist::Persistence;
+use super::{backups, places, sampled};
+use crate::disks::book::{Entry, HeldDisk, HoldError};
 use crate::disks::check_writes;
-use crate::figures::describe_clients;
+use crate::disks::figures::describe_clients;
 use crate::handover;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
-use crate::persist::Persistence;
-use crate::reopening;
-use crate::server::{NotOpened, STORAGE_TIME, Server};
+use crate::server::{NotOpened, STORAGE_TIME, Server, reopening, words};
 
 /// Longest wait of a call that keeps a change for the end of another one, or of a reload. Shorter
 /// than the 5 s for which an upgrade that has begun waits for the call.

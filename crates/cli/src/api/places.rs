@@ -9,7 +9,7 @@ use blockyard_control::{Answer, Kind, Problem, invalid};
 use blockyard_disk::Source;
 use blockyard_ring::sandbox::is_reserved;
 
-use crate::looks;
+use crate::process::looks;
 
 /// Returns an error if the path does not fit into one line of a message, or if its folder does not
 /// exist.

@@ -20,7 +20,7 @@ use blockyard_sched::{Knobs, Share};
 use blockyard_yard::{DiskSample, ReactorSample, Sample};
 use rustix::process::Resource;
 
-use super::words;
+use crate::server::words;
 
 /// Returns the figures of a sample. `since` and `started`: the start of the server.
 pub fn figures(sample: &Sample, since: SystemTime, started: Instant) -> Figures {

@@ -19,12 +19,12 @@ use blockyard_image::Format;
 use blockyard_yard::{Job, JobKind};
 use toml::{Table, Value};
 
-use super::{places, words};
-use crate::book::HeldDisk;
-use crate::journals;
+use super::persist::{Persistence, Prepared};
+use super::places;
+use crate::disks::book::HeldDisk;
 use crate::options::disk::DiskArgs;
-use crate::persist::{Persistence, Prepared};
-use crate::server::Server;
+use crate::process::journals;
+use crate::server::{Server, words};
 
 /// Key of a disk of which each start abandons the overlay.
 const ABANDON: &str = "abandon-overlay";

@@ -13,8 +13,8 @@ use anyhow::Context;
 use blockyard_export::Listener;
 
 use super::{Listens, listens, tcp};
-use crate::looks;
 use crate::options::disk::DiskArgs;
+use crate::process::looks;
 
 /// An address on which a disk listens, equal for two texts of one address.
 #[derive(Clone, Debug, PartialEq, Eq, Hash)]

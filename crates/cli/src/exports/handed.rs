@@ -9,8 +9,6 @@ use blockyard_export::vhost_user::Before;
 use blockyard_ring::parcel::Parcel;
 
 use super::end_handed;
-use crate::book::Book;
-use crate::options::disk::DiskArgs;
 
 /// Exports of another server, by disk, until this server continues them.
 #[derive(Default)]
@@ -70,12 +68,11 @@ impl HandedExports {
         self.drop_kept(|name| name == disk);
     }
 
-    /// Drops the exports of disks that neither the configuration nor the server has. Returns the
-    /// names of these disks. A disk of the configuration that cannot be opened may be opened later.
-    pub fn drop_others(&self, config: &[DiskArgs], book: &Book) -> Vec<String> {
-        let served = book.all();
-        let all = || config.iter().chain(served.iter().map(|entry| &entry.args));
-        self.drop_kept(|name| all().all(|disk| disk.name() != name))
+    /// Drops the exports of other disks than these, which the configuration or the server has.
+    /// Returns the names of the others. A disk of the configuration that cannot be opened may be
+    /// opened later.
+    pub fn drop_others(&self, known: &BTreeSet<String>) -> Vec<String> {
+        self.drop_kept(|name| !known.contains(name))
     }
 
     fn drop_kept(&self, ends: impl Fn(&str) -> bool) -> Vec<String> {

@@ -11,7 +11,7 @@ mod ublk;
 mod vhost_user;
 mod xen;
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
 use blockyard_disk::Disk;
@@ -24,6 +24,7 @@ use rustix::process::Signal;
 use crate::nbd::Servers;
 use crate::options::disk::DiskArgs;
 use crate::options::values::ReactorList;
+use crate::process::inherited;
 
 use bound::{Address, Bound};
 pub use handed::HandedExports;
@@ -50,12 +51,24 @@ impl Common {
         Common { nbd, attached, handed: Arc::default(), bound: Arc::default() }
     }
 
-    /// Returns a listening socket at `path`: one that a reload has bound already, or a new one.
-    fn listen(&self, path: &Path) -> Result<Listener, WayError> {
-        match self.bound.take(&Address::unix(path.into())) {
-            Some(listener) => Ok(listener),
-            None => Ok(Listener::bind(path)?),
+    /// Listens on a Unix socket: one that a reload has bound already, an inherited one, or a new
+    /// one.
+    fn listen(&self, socket: &Listens) -> Result<Listener, WayError> {
+        match socket {
+            Listens::Inherited { name, .. } => {
+                Ok(Listener::inherited(inherited::socket(name).map_err(WayError::caller)?))
+            }
+            Listens::Alone(path) | Listens::Shared(path) => {
+                let bound = self.bound.take(&Address::unix(path.clone()));
+                bound.map_or_else(|| Ok(Listener::bind(path)?), Ok)
+            }
         }
+    }
+
+    /// Listens on TCP, as [`Common::listen`].
+    fn listen_tcp(&self, host: &str, port: u16) -> Result<Listener, WayError> {
+        let bound = self.bound.take(&Address::Tcp(host.into(), port));
+        bound.map_or_else(|| Ok(Listener::bind_tcp(host, port)?), Ok)
     }
 }
 
@@ -148,6 +161,16 @@ pub enum Listens {
     Shared(PathBuf),
     /// An inherited socket. `name`: the part after `fd:`.
     Inherited { name: String, shared: bool },
+}
+
+impl Listens {
+    /// Returns the socket that one disk has for itself. `text`: a path, or `fd:` and a name.
+    fn alone(text: &str) -> Self {
+        match text.strip_prefix("fd:") {
+            Some(name) => Listens::Inherited { name: name.into(), shared: false },
+            None => Listens::Alone(PathBuf::from(text)),
+        }
+    }
 }
 
 /// What only one disk of a server can have.

@@ -1,5 +1,6 @@
 //! `--nbd`: an export of an NBD server, which several disks can share.
 
+use std::path::Path;
 use std::sync::{Arc, PoisonError};
 
 use blockyard_export::nbd;
@@ -10,6 +11,14 @@ use crate::options::disk::DiskArgs;
 use crate::options::nbd::NbdAddress;
 
 pub(super) struct Kind;
+
+fn shared(path: &Path) -> Listens {
+    Listens::Shared(path.into())
+}
+
+fn inherited(name: &str) -> Listens {
+    Listens::Inherited { name: name.into(), shared: true }
+}
 
 impl super::Kind for Kind {
     fn option(&self) -> &'static str {
@@ -30,11 +39,9 @@ impl super::Kind for Kind {
 
     fn listens(&self, args: &DiskArgs) -> Option<Listens> {
         match args.nbd.as_ref()? {
-            NbdAddress::Unix(path) => Some(Listens::Shared(path.clone())),
-            NbdAddress::Inherited(name) => {
-                Some(Listens::Inherited { name: name.clone(), shared: true })
-            }
-            _ => None,
+            NbdAddress::Unix(path) => Some(shared(path)),
+            NbdAddress::Inherited(name) => Some(inherited(name)),
+            NbdAddress::Tcp { .. } => None,
         }
     }
 
@@ -62,12 +69,16 @@ impl super::Kind for Kind {
 
     fn way(&self, args: &DiskArgs, common: &Common) -> Option<Arc<dyn Way>> {
         let address = args.nbd.clone()?;
-        let (own, servers, handed) = (args.clone(), common.nbd.clone(), common.handed.clone());
-        let bound = common.bound.clone();
+        let (own, common) = (args.clone(), common.clone());
         at(address.to_string(), args, move |disk, _| {
-            let mut servers = servers.lock().unwrap_or_else(PoisonError::into_inner);
-            let offer = servers.offer(&address, disk, &own, &bound).map_err(WayError::caller)?;
-            if let Some((parcel, _)) = handed.take(disk.name(), nbd::KIND) {
+            let listen = || match &address {
+                NbdAddress::Tcp { host, port } => common.listen_tcp(host, *port),
+                NbdAddress::Unix(path) => common.listen(&shared(path)),
+                NbdAddress::Inherited(name) => common.listen(&inherited(name)),
+            };
+            let mut servers = common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
+            let offer = servers.offer(&address, disk, &own, listen).map_err(WayError::caller)?;
+            if let Some((parcel, _)) = common.handed.take(disk.name(), nbd::KIND) {
                 offer.resume(parcel)?;
             }
             Ok(Box::new(offer))

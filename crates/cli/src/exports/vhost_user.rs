@@ -1,16 +1,15 @@
 //! `--vhost-user`: a socket for the front end of a guest.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
 use blockyard_disk::Disk;
 use blockyard_export::vhost_user::{self, Before, HandedSocket, Tuning, VhostUser};
-use blockyard_export::{Export, Listener, Reactors, keeper};
+use blockyard_export::{Export, Reactors, keeper};
 use blockyard_ring::parcel::Parcel;
 use blockyard_yard::{Way, WayError};
 
 use super::{Common, HandedExports, Listens, at, shape};
-use crate::inherited;
 use crate::options::disk::DiskArgs;
 
 pub(super) struct Kind;
@@ -59,11 +58,7 @@ impl super::Kind for Kind {
     }
 
     fn listens(&self, args: &DiskArgs) -> Option<Listens> {
-        let socket = args.vhost_user.as_deref()?;
-        Some(match socket.strip_prefix("fd:") {
-            Some(name) => Listens::Inherited { name: name.into(), shared: false },
-            None => Listens::Alone(PathBuf::from(socket)),
-        })
+        args.vhost_user.as_deref().map(Listens::alone)
     }
 
     fn has_rings(&self) -> bool {
@@ -117,12 +112,7 @@ impl super::Kind for Kind {
                 }
                 return Ok(Box::new(resumed?));
             }
-            let listener = match socket.strip_prefix("fd:") {
-                Some(text) => {
-                    Listener::inherited(inherited::socket(text).map_err(WayError::caller)?)
-                }
-                None => listening.listen(socket.as_ref())?,
-            };
+            let listener = listening.listen(&Listens::alone(&socket))?;
             let reactors = reactors.clone();
             Ok(Box::new(VhostUser::start(disk.clone(), listener, shape, tuning, reactors)?))
         })?;

@@ -15,16 +15,17 @@ use blockyard_disk::{Carried, OnEnospc, Source};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Handed, keeper};
 use blockyard_ring::parcel::Parcel;
-use blockyard_storage::target::exec;
+use blockyard_storage::targets::exec;
 use blockyard_yard::{DiskSettings, HandedDisk, Pending, YardError};
 
-use super::{CARRIED, KEPT, NotNow, PROGRAM};
-use crate::book::HeldDisk;
+use super::{CARRIED, KEPT, PROGRAM};
+use crate::disks::book::HeldDisk;
 use crate::disks::{log_end, settings};
 use crate::exports;
-use crate::late::{First, Late, Locked, describe, describe_space};
 use crate::options::disk::DiskArgs;
 use crate::server::Server;
+use crate::server::hand_overs::NotNow;
+use crate::server::late::{First, Late, Locked, describe, describe_space};
 
 /// How long a disk waits for other processes that have locked its image.
 const LOCKED_TIME: Duration = Duration::from_secs(600);

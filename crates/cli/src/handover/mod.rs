@@ -15,8 +15,9 @@
 //!   reads messages, accepts clients
 //! ```
 //! `old` and `new` are the two sides. `alone` is what an old server excludes meanwhile. `settings`
-//! keeps what calls have set. `away` is a disk on its way. `launcher` starts the new server for one
-//! in a sandbox. `control` waits for new servers that something else has started.
+//! keeps what calls have set. `away` is a disk on its way. `control` waits for new servers that
+//! something else has started. `holder` keeps sessions for the server after one that dies.
+//! `process/launcher.rs` starts the new server for one in a sandbox.
 //!
 //! What must hold
 //! - Until `Serves` the old server has copies of all that it has given. If the new one fails, hangs
@@ -39,7 +40,7 @@
 mod alone;
 mod away;
 mod control;
-pub mod launcher;
+pub mod holder;
 mod new;
 mod old;
 mod settings;
@@ -56,14 +57,12 @@ use blockyard_export::Peer;
 use serde::{Deserialize, Serialize};
 use toml::Table;
 
-use crate::book::SetKeys;
 use crate::config::files::Missing;
+use crate::disks::book::SetKeys;
 use crate::exports::HandedExports;
 
-pub use alone::{HandOvers, NotNow};
 pub use control::Control;
-pub use launcher::own_binary;
-pub use new::{Takeover, inherited_connection, report};
+pub use new::{Takeover, report};
 pub use old::upgrade;
 pub use settings::Wanted;
 

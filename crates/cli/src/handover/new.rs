@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, HashMap};
 use std::io::ErrorKind;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::sync::PoisonError;
@@ -15,22 +15,21 @@ use blockyard_export::custody::{self, Custody};
 use blockyard_export::vhost_user::Before;
 use blockyard_export::{Listener, keeper};
 use blockyard_image::journal;
-use blockyard_ring::parcel::{self, Parcel};
+use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{host, resident};
-use blockyard_storage::target::exec;
+use blockyard_storage::targets::exec;
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 use toml::Table;
 
 use super::settings::{Split, Wanted, split};
-use super::{FORMAT, FromNew, FromOld, KEPT, MESSAGE_TIME, NBD, Offered, PROGRAM, Peer};
+use super::{FORMAT, FromNew, FromOld, KEPT, MESSAGE_TIME, NBD, Offered, PROGRAM, Peer, holder};
 use crate::config::Config;
 use crate::config::files::{self, Missing};
 use crate::exports;
-use crate::holder;
-use crate::journals;
 use crate::options::disk::DiskArgs;
 use crate::options::serve::ServeOptions;
+use crate::process::{inherited, journals};
 use crate::server::Server;
 
 /// The connection to the old server, which has agreed to hand its disks over.
@@ -340,7 +339,7 @@ fn check_state_folder(theirs: Option<&Path>) -> anyhow::Result<()> {
 
 fn connect(control: &Path) -> anyhow::Result<Peer> {
     let stream = if control == Path::new("-") {
-        let socket = inherited_connection();
+        let socket = inherited::connection();
         UnixStream::from(socket.context("--takeover -: standard input is no socket")?)
     } else {
         UnixStream::connect(control).with_context(|| {
@@ -365,15 +364,6 @@ fn process(peer: &Peer) -> anyhow::Result<Option<OwnedFd>> {
         Err(Errno::SRCH) => Ok(None),
         Err(e) => Err(e).context("watching the old server's process"),
     }
-}
-
-/// Returns the connection that another process has passed as standard input.
-pub fn inherited_connection() -> std::io::Result<OwnedFd> {
-    let stdin = std::io::stdin();
-    let socket = stdin.as_fd().try_clone_to_owned()?;
-    rustix::net::sockopt::socket_type(&socket)?;
-    parcel::replace(&stdin, std::fs::File::open("/dev/null")?.as_fd())?;
-    Ok(socket)
 }
 
 #[cfg(test)]

@@ -24,15 +24,17 @@ use blockyard_yard::{DiskState, HeldOpenings};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal};
 
-use super::alone::{Alone, CALLS_PAUSE, CALLS_TIME, NotNow};
+use super::alone::Alone;
 use super::away::{Away, BACK_TIME};
 use super::{
-    FORMAT, FromNew, FromOld, MESSAGE_TIME, NBD, Offered, OfferedProgram, Peer, away, launcher,
+    FORMAT, FromNew, FromOld, MESSAGE_TIME, NBD, Offered, OfferedProgram, Peer, away, holder,
 };
-use crate::book::{Entry, HeldDisk, HoldError};
 use crate::config::files;
+use crate::disks::book::{Entry, HeldDisk, HoldError};
+use crate::exports;
+use crate::process::{journals, launcher, supervisor};
 use crate::server::Server;
-use crate::{exports, holder, journals, supervisor};
+use crate::server::hand_overs::{CALLS_PAUSE, CALLS_TIME, NotNow};
 
 /// How long a disk may take until its image is left. Less than [`MESSAGE_TIME`], so that the
 /// new server still waits, and the disks that it has are served again at once.

@@ -14,13 +14,13 @@ use serde_json::Value;
 use toml::Table;
 
 use super::Offered;
-use crate::api::words;
-use crate::book::SetKeys;
 use crate::changes::{changes, describe};
 use crate::config::Config;
+use crate::disks::book::SetKeys;
 use crate::disks::check_writes;
 use crate::options::disk::DiskArgs;
 use crate::options::knobs;
+use crate::server::words;
 
 /// A disk to take over.
 pub struct Wanted {

@@ -20,7 +20,7 @@ use super::knobs::with_knobs;
 use super::nbd::{self, NbdAddress};
 use super::values::{self, ReactorList, UblkNumber, explain, suggest};
 use super::xen::XenDevice;
-use crate::journals::{self, CrashMode};
+use crate::process::journals::{self, CrashMode};
 
 with_knobs! {
 /// Options of one disk, which are also the keys of a `[[disk]]` table.

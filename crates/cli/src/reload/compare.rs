@@ -7,9 +7,9 @@
 use blockyard_control::types::DiskChange;
 use toml::Table;
 
-use crate::book::Entry;
 use crate::changes::changes;
 use crate::config::Config;
+use crate::disks::book::Entry;
 use crate::options::disk::DiskArgs;
 
 /// Returns a disk and its keys as the file has them.
@@ -70,7 +70,7 @@ pub fn is_same(served: &DiskArgs, args: &DiskArgs) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::book::Book;
+    use crate::disks::book::Book;
 
     fn config(image: &str, more: &str) -> Config {
         let text = format!("[[disk]]\nname = \"a\"\nimage = \"{image}\"\nublk = true\n{more}");

@@ -7,8 +7,8 @@ use blockyard_control::types::{FailedDisk, GroupChange, Ignored, Reload};
 use blockyard_yard::{Resized, YardError};
 use toml::{Table, Value};
 
-use crate::book::Entry;
 use crate::changes::{change, changes, describe, inner};
+use crate::disks::book::Entry;
 use crate::server::error::AddError;
 
 /// Returns the event of a reload.

@@ -6,9 +6,9 @@ use blockyard_disk::SourceError;
 use blockyard_program::output::shell;
 use blockyard_yard::YardError;
 
+use super::late::describe;
 use crate::claims::UnseenError;
 use crate::disks::advise;
-use crate::late::describe;
 use crate::options::disk::DiskArgs;
 
 /// Reasons why a disk cannot be added.

@@ -5,8 +5,8 @@ use blockyard_control::events::What;
 use blockyard_control::types::FailedDisk;
 
 use super::Server;
-use crate::book::Entry;
 use crate::config::Config;
+use crate::disks::book::Entry;
 use crate::options::disk::DiskArgs;
 
 impl Server {

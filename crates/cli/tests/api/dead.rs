@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 
-use crate::common::{Folder, SOON, blockyard, run};
+use crate::common::{Finished, Folder, SOON, blockyard, run};
 use crate::server::{Server, beside_dead, configure};
 
 /// Returns the keys of a disk that is called "h".
@@ -81,13 +81,18 @@ fn a_server_starts_without_the_disks_on_a_dead_file_system() {
 
 #[test]
 fn a_start_with_a_disk_on_a_dead_file_system_only_fails() {
-    let folder = folder();
-    configure(&folder, &dead("h"));
-    for option in ["--check-config", "--no-fair-share"] {
-        let mut command = beside_dead(&folder);
-        command.args(["serve", option, "--config"]).arg(folder.join("toml"));
-        let failed = run(&mut command, SOON);
-        assert!(!failed.status.success() && failed.err.contains("/dead/h.img"), "{}", failed.err);
-    }
-    assert!(!folder.join("h").exists(), "the socket");
+    // Each one waits for the file system, so they wait at the same time.
+    std::thread::scope(|scope| {
+        for option in ["--check-config", "--no-fair-share"] {
+            scope.spawn(move || {
+                let folder = folder();
+                configure(&folder, &dead("h"));
+                let mut command = beside_dead(&folder);
+                command.args(["serve", option, "--config"]).arg(folder.join("toml"));
+                let Finished { status, err, .. } = run(&mut command, SOON);
+                assert!(!status.success() && err.contains("/dead/h.img"), "{option}: {err}");
+                assert!(!folder.join("h").exists(), "{option}: the socket");
+            });
+        }
+    });
 }

@@ -152,7 +152,7 @@ fn each_metric_moves_under_load() {
     for call in ["drain", "resume", "drain"] {
         disks.server.good("POST", &format!("/v1/disks/held/{call}"), json!({}));
     }
-    some_of_each(&mut disks.guest("slow"), 2, status::OK);
+    let mut slow_guest = disks.guest("slow");
     some_of_each(&mut disks.guest("chain"), 1, status::OK);
     some_of_each(&mut disks.guest("bad"), 1, status::IOERR);
     let read = LoadOptions { rw: Pattern::Read, depth: 32, runtime: 600.0, ..disks.load("file") };
@@ -184,6 +184,8 @@ fn each_metric_moves_under_load() {
         MOVED_ELSEWHERE.iter().for_each(|name| assert!(idle.remove(*name), "{name}"));
         let ends = std::time::Instant::now() + SOON;
         while std::time::Instant::now() < ends {
+            // If the machine stops between two requests, the second one passes the limit.
+            some_of_each(&mut slow_guest, 2, status::OK);
             let families = scrape(&disks.server);
             moved(&mut idle, &families);
             let sums = moving(&families);

@@ -3,13 +3,13 @@
 use std::io::{Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::{UnixListener, UnixStream};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::Command;
-use std::sync::{Arc, Condvar, Mutex};
+use std::sync::{Arc, Mutex};
 
 use serde_json::json;
 
-use crate::common::{BLOCKYARD, Daemon, Folder, SOON, blockyard, tool, until};
+use crate::common::{BLOCKYARD, Daemon, Folder, Gate, SOON, blockyard, tool, until};
 use crate::events::try_follow;
 use crate::server::Server;
 
@@ -81,48 +81,6 @@ fn pass(mut client: UnixStream, mut server: UnixStream, seen: &Mutex<Seen>) {
         seen.lock().unwrap().answers += &String::from_utf8_lossy(&bytes[..count]);
     }
     let _ = client.shutdown(Shutdown::Both);
-}
-
-/// The way to a server. A test closes and opens it.
-///
-/// A stopped server (SIGSTOP) would not do: a continuation of all processes would end the stop.
-#[derive(Clone, Default)]
-pub struct Gate(Arc<(Mutex<bool>, Condvar)>);
-
-impl Gate {
-    pub fn set(&self, is_closed: bool) {
-        *self.0.0.lock().unwrap() = is_closed;
-        self.0.1.notify_all();
-    }
-
-    /// Passes what `from` sends to `to`, while the gate is open.
-    fn pass(&self, mut from: UnixStream, mut to: UnixStream) {
-        let mut bytes = vec![0; 1 << 16];
-        while let Ok(count @ 1..) = from.read(&mut bytes) {
-            let is_closed = self.0.0.lock().unwrap();
-            drop(self.0.1.wait_while(is_closed, |is_closed| *is_closed).unwrap());
-            if to.write_all(&bytes[..count]).is_err() {
-                break;
-            }
-        }
-        let _ = to.shutdown(Shutdown::Both);
-    }
-
-    /// Listens on `socket`, and connects each client with `server`.
-    fn start(&self, socket: &Path, server: &Path) {
-        let (listener, server) = (UnixListener::bind(socket).unwrap(), server.to_path_buf());
-        let gate = self.clone();
-        // The thread ends with the test's process.
-        std::thread::spawn(move || {
-            for client in listener.incoming() {
-                let (client, server) = (client.unwrap(), UnixStream::connect(&server).unwrap());
-                let (gate, answering) = (gate.clone(), Gate::default());
-                let back = (server.try_clone().unwrap(), client.try_clone().unwrap());
-                std::thread::spawn(move || gate.pass(client, server));
-                std::thread::spawn(move || answering.pass(back.0, back.1));
-            }
-        });
-    }
 }
 
 /// An API server with an overlay of an image on an NBD server.

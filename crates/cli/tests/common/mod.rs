@@ -4,6 +4,7 @@
 //! ```text
 //!   daemon    `blockyard serve` as a process: ready line, log, signals, its descriptors and memory
 //!   guest     guests/uml and guests/qemu: runs a script in a virtual machine; output line by line
+//!   gate      the way to a server, which a test closes and opens
 //!   qmp       QEMU's monitor: pauses a guest, adds a device, begins a migration
 //!   server    a disk that the test's own process serves
 //!   journals  folders for journals
@@ -18,6 +19,7 @@
 #![allow(dead_code, unused_imports)]
 
 pub mod daemon;
+pub mod gate;
 pub mod guest;
 pub mod journals;
 pub mod pages;
@@ -43,6 +45,7 @@ use rustix::io::Errno;
 use rustix::net::RecvFlags;
 
 pub use daemon::{Daemon, complaints, is_of_watchdog};
+pub use gate::{Closed, Gate, Gated};
 pub use guest::{Guest, GuestKind, NAP, stripped_program};
 pub use journals::StateFolder;
 pub use rustix::process::Signal;

@@ -11,7 +11,7 @@ use blockyard_bench::client::{LoadOptions, measure};
 use blockyard_driver::{Data, Plan, request, status};
 
 use crate::cache::dirty;
-use crate::common::{Daemon, Folder, SOON, Signal, until};
+use crate::common::{Daemon, Folder, Gated, SOON, Signal, until};
 use crate::guest::{ANSWER, Guest, bytes_of, pattern};
 use crate::killed::Over;
 
@@ -147,15 +147,21 @@ fn sigterm_does_not_wait_for_front_ends() {
 #[test]
 fn further_signals_during_a_drain_change_nothing() {
     let folder = Folder::new();
-    let socket = folder.join("s");
-    let mut daemon = Daemon::serve("ram:1M", &socket, &["--filter", "delay:write=1s"]);
+    let (image, socket) = (folder.image("far.img", 1 << 20), folder.join("s"));
+    let storage = Gated::start(&folder, &image);
+    let mut daemon = Daemon::serve(storage.image(), &socket, &["--nbd-timeout", "300"]);
     let mut guest = Guest::connect(&socket);
+    let closed = storage.close();
     guest.queue().submit(0, request::OUT, 0, Data::ToDevice(BLOCK as u32));
-    guest.all_taken(1);
+    guest.queue().publish().unwrap();
+    daemon.has_handled_all("");
     for signal in [Signal::TERM, Signal::HUP, Signal::USR1, Signal::TERM, Signal::INT] {
         daemon.signal(signal);
         daemon.until_signals_are_taken();
     }
+    assert!(daemon.running(), "it waits for its storage");
+    assert_eq!(guest.queue().in_flight(), 1);
+    drop(closed);
     assert!(daemon.ended(SOON).success());
     assert_eq!(drain(&mut guest), 1);
 }

@@ -7,23 +7,27 @@ use std::process::Command;
 
 use blockyard_driver::status;
 
-use crate::common::{BLOCKYARD, Daemon, SOON, StateFolder, until};
+use crate::common::{BLOCKYARD, Daemon, Finished, Gated, SOON, StateFolder, until};
 use crate::guest::Guest;
 use crate::handover::{Case, ctl, end_server, is_running, script};
 
-/// Starts a server with the disks `a` and `b`, and a folder `conf.d`. A flush of `b` takes some
-/// time, and so does its end, because a guest has written to it.
-fn serve(case: &Case) -> (Daemon, PathBuf) {
-    let [a, b] = ["a", "b"].map(|name| {
-        let image = case.folder.image(&format!("{name}.img"), 1 << 20);
+/// The reason of a server that refuses a second hand-over.
+const ANOTHER_RUNS: &str = "another hand-over runs";
+
+/// Starts a server with the disks `a` and `b`, and a folder `conf.d`. `b` is this image with these
+/// keys. Its end needs a flush, because a guest has written to it.
+fn serve(case: &Case, image: &str, keys: &str) -> (Daemon, PathBuf) {
+    let disk = |name: &str, image: &str| {
         let socket = case.folder.join(format!("{name}.s"));
         format!(
             "[[disk]]\nname = \"{name}\"\nimage = {image:?}\nvhost-user = {socket:?}\n\
              cache = \"writeback\"\n"
         )
-    });
+    };
+    let image_of_a = case.folder.image("a.img", 1 << 20);
+    let (a, b) = (disk("a", image_of_a.to_str().unwrap()), disk("b", image));
     let config = case.folder.join("config.toml");
-    std::fs::write(&config, format!("{a}{b}filters = [\"delay:flush=2s\"]\n")).unwrap();
+    std::fs::write(&config, format!("{a}{b}{keys}\n")).unwrap();
     std::fs::create_dir(case.folder.join("conf.d")).unwrap();
     let mut daemon = Daemon::start(&mut case.configured(&config));
     daemon.wait_ready();
@@ -33,21 +37,43 @@ fn serve(case: &Case) -> (Daemon, PathBuf) {
     (daemon, config)
 }
 
+/// Like [`serve`]. The returned storage is that of `b`.
+fn serve_gated(case: &Case) -> (Daemon, PathBuf, Gated) {
+    let storage = Gated::start(&case.folder, &case.folder.image("b.img", 1 << 20));
+    let (daemon, config) = serve(case, &storage.image(), "nbd-timeout = 300");
+    (daemon, config, storage)
+}
+
 fn is_closing(case: &Case) -> bool {
     ctl(case, &["list"]).good().contains("closing")
 }
 
-/// Removes `b`. Calls `meanwhile` when the call has begun and has not written its file yet.
-fn while_removed(case: &Case, meanwhile: impl FnOnce()) {
+/// Removes `b`. Calls `meanwhile` when the call has begun. The call writes its file after that,
+/// because it waits for the storage.
+fn while_removed(case: &Case, storage: &Gated, meanwhile: impl FnOnce()) {
     let kept = case.folder.join("conf.d/90-ctl-b.toml");
     std::thread::scope(|scope| {
+        let closed = storage.close();
         let removed = scope.spawn(|| ctl(case, &["remove", "--persist", "--force", "b"]));
         until("the disk is being removed", SOON, || is_closing(case));
-        assert!(!kept.exists());
         meanwhile();
+        assert!(!kept.exists());
+        drop(closed);
         removed.join().unwrap().good();
     });
     assert!(kept.exists());
+}
+
+/// Upgrades the server. An upgrade that has waited for a call for as long as it may asks to try
+/// again later, and one beside another upgrade is refused: both are tried again.
+fn upgrade(case: &Case) -> Finished {
+    loop {
+        let done = ctl(case, &["upgrade", "--json"]);
+        let again = ["has not ended", ANOTHER_RUNS];
+        if !again.iter().any(|why| done.err.contains(why)) {
+            return done;
+        }
+    }
 }
 
 fn names(case: &Case) -> Vec<String> {
@@ -61,9 +87,17 @@ fn names(case: &Case) -> Vec<String> {
 #[test]
 fn an_upgrade_begins_after_the_call_that_changes_the_configuration() {
     let case = Case::new();
-    let (daemon, _) = serve(&case);
-    let mut upgraded = String::new();
-    while_removed(&case, || upgraded = ctl(&case, &["upgrade", "--json"]).good());
+    let (daemon, _, storage) = serve_gated(&case);
+    let upgraded = std::thread::scope(|scope| {
+        let mut upgraded = None;
+        while_removed(&case, &storage, || {
+            upgraded = Some(scope.spawn(|| upgrade(&case)));
+            // The listener, and the connections of the two calls.
+            until("the upgrade has connected", SOON, || sockets_at(&case.api) > 2);
+            until("an upgrade waits", SOON, || ctl(&case, &["upgrade"]).err.contains(ANOTHER_RUNS));
+        });
+        upgraded.unwrap().join().unwrap().good()
+    });
     let upgraded: serde_json::Value = serde_json::from_str(&upgraded).unwrap();
     until("the old server has ended", SOON, || !is_running(daemon.pid() as i32));
     assert_eq!(names(&case), ["a"]);
@@ -81,7 +115,7 @@ fn sockets_at(path: &Path) -> usize {
 #[test]
 fn a_take_over_fails_if_a_call_has_changed_the_configuration_meanwhile() {
     let case = Case::new();
-    let (daemon, config) = serve(&case);
+    let (daemon, config, storage) = serve_gated(&case);
     let takeover = |config: &Path| {
         let mut command = Command::new(BLOCKYARD);
         command.arg("serve").arg("--config").arg(config);
@@ -89,7 +123,7 @@ fn a_take_over_fails_if_a_call_has_changed_the_configuration_meanwhile() {
         Daemon::start(command.arg("--takeover").arg(&case.control))
     };
     let mut new = None;
-    while_removed(&case, || {
+    while_removed(&case, &storage, || {
         new = Some(takeover(&config));
         // The new server reads its configuration, then it connects.
         until("the new server has connected", SOON, || sockets_at(&case.control) > 1);
@@ -123,8 +157,8 @@ fn a_take_over_during_an_upgrade_learns_why_it_is_refused() {
         until("the new server has started", SOON, || pid.exists());
         let mut refused = Daemon::start(case.takeover().args(["--sandbox", "off"]));
         assert!(!refused.became_ready());
-        let why = "the running server keeps its disks: another hand-over runs";
-        assert!(refused.log().contains(why), "{}", refused.log());
+        let why = format!("the running server keeps its disks: {ANOTHER_RUNS}");
+        assert!(refused.log().contains(&why), "{}", refused.log());
         daemon.wait_log("nothing is handed over: another hand-over runs");
         end_server(std::fs::read_to_string(&pid).unwrap().trim().parse().unwrap());
         assert!(upgrade.join().unwrap().err.contains("not upgraded"));
@@ -204,14 +238,16 @@ fn a_server_without_journals_takes_back_what_a_new_one_with_journals_has_served(
 #[test]
 fn a_disk_with_another_name_waits_until_the_old_server_has_ended_its_own() {
     let case = Case::new();
-    let (daemon, config) = serve(&case);
+    let image = case.folder.image("b.img", 1 << 20);
+    let (daemon, config) = serve(&case, image.to_str().unwrap(), "filters = [\"delay:flush=2s\"]");
     let text = std::fs::read_to_string(&config).unwrap();
     let renamed = text.replace("name = \"b\"", "name = \"c\"").replace("b.s\"", "c.s\"");
     std::fs::write(&config, renamed).unwrap();
     let upgraded = ctl(&case, &["upgrade", "--json"]).good();
     let upgraded: serde_json::Value = serde_json::from_str(&upgraded).unwrap();
     until("the old server has ended", SOON, || !is_running(daemon.pid() as i32));
-    assert_eq!(names(&case), ["a", "c"]);
+    // The new server tries again until it can lock the image.
+    until("the disk is served", SOON, || names(&case) == ["a", "c"]);
     let mut guest = Guest::connect(&case.folder.join("c.s"));
     assert_eq!(guest.read(8, 4096).unwrap(), [7; 4096]);
     guest.leave();

@@ -1,14 +1,14 @@
 //! `ctl snapshot --persist`, killed at each of its steps: the next start serves the disk with all
 //! data.
 
-use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
 use blockyard_driver::status;
 use rustix::process::{Pid, kill_process};
 
 use crate::common::{
-    BLOCKYARD, Daemon, Folder, SOON, Signal, StateFolder, blockyard, tool, tool_command, until,
+    BLOCKYARD, Daemon, Folder, Lines, SOON, Signal, StateFolder, blockyard, end_of, tool,
+    tool_command,
 };
 use crate::guest::{Guest, pattern};
 
@@ -59,8 +59,7 @@ impl Host {
         strace.args(["-e", &format!("trace={call}")]);
         strace.args(["-e", &format!("inject={call}:signal=KILL:when={n}")]);
         let mut strace = strace.stderr(Stdio::piped()).spawn().unwrap();
-        let lines = BufReader::new(strace.stderr.take().unwrap()).lines();
-        let mut lines = lines.map_while(Result::ok);
+        let mut lines = Lines::of(strace.stderr.take().unwrap());
         let attached = lines.find(|line| line.contains("attached") || line.contains("ptrace"));
         assert!(attached.is_some_and(|line| line.contains("attached")), "strace cannot attach");
         let api = self.file("api");
@@ -69,7 +68,7 @@ impl Host {
         if taken.status.success() {
             kill_process(Pid::from_child(&strace), Signal::TERM).unwrap();
         }
-        until("strace has ended", SOON, || strace.try_wait().unwrap().is_some());
+        end_of(&mut strace, SOON);
         taken.status.success()
     }
 }

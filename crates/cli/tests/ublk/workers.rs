@@ -13,9 +13,10 @@ touch -d 2001-01-01 a.img
 began=$(date +%s)
 serve a.img --ublk=0
 echo hist:keys=opcode >$handed/trigger
-# One write at a time, each in its own timer tick: the kernel would refuse all of them.
+# A hundred writes, one at a time. fio waits at least 10 ms after each one, so each one is in its own
+# timer tick, however slow the machine is: the kernel would refuse all of them.
 fio --eta=never --output=/tmp/fio.log --name=a --filename=/dev/ublkb0 --ioengine=libaio --direct=1 --iodepth=1 \
-    --rw=randwrite --bs=4k --size=32M --number_ios=100 --rate_iops=100
+    --rw=randwrite --bs=4k --size=32M --number_ios=100 --thinktime=10ms
 by_workers=$(sed -n 's/^ *Hits: //p' $handed/hist)
 echo '!hist:keys=opcode' >$handed/trigger
 stop

@@ -22,6 +22,7 @@ use std::time::{Duration, Instant};
 use blockyard_image::{Format, Raw, SECTOR};
 use blockyard_ring::{Handle, Segments};
 use blockyard_sched::parse_size;
+use blockyard_storage::{SizeError, disk_size};
 
 use crate::filter::{Dice, MOST_TIME, TIME_FORM, parse_time};
 use crate::statistics::OpKind;
@@ -190,9 +191,8 @@ impl Below {
                 other => Err(ModelError::NotRaw { path, format: other }),
             };
         }
-        let size = parse_size(text).filter(|s| (SECTOR..1 << 62).contains(s));
-        let size = size.ok_or(ModelError::Size)?;
-        Ok(Below::Nothing { size: size & !(SECTOR - 1) })
+        let size = disk_size(text).map_err(|SizeError| ModelError::Size)?;
+        Ok(Below::Nothing { size })
     }
 }
 

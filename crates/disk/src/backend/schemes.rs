@@ -9,10 +9,9 @@
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use blockyard_image::{Chain, ChainOptions, Format, ImageFile, OpenOptions, Opener, SECTOR};
+use blockyard_image::{Chain, ChainOptions, Format, ImageFile, OpenOptions, Opener};
 use blockyard_ring::{GuestMemory, Region};
-use blockyard_sched::parse_size;
-use blockyard_storage::{Scheme, scheme_of};
+use blockyard_storage::{Scheme, disk_size, scheme_of};
 
 use super::delay::{Below, FORM, Model};
 use super::source::{Source, SourceError};
@@ -73,11 +72,10 @@ fn raw_options(options: &ChainOptions) -> OpenOptions {
     }
 }
 
-/// Returns the size in bytes that follows the prefix of a name: whole sectors.
-fn disk_size(name: &str, prefix: &str) -> Result<u64, SourceError> {
-    let size = name.strip_prefix(prefix).and_then(parse_size);
-    let size = size.filter(|size| *size >= SECTOR && *size < 1 << 62);
-    size.map(|size| size & !(SECTOR - 1)).ok_or_else(|| SourceError::Size { name: name.into() })
+/// Returns the size in bytes that follows the prefix of a name.
+fn size_of(name: &str, prefix: &str) -> Result<u64, SourceError> {
+    let size = disk_size(name.strip_prefix(prefix).unwrap_or_default());
+    size.map_err(|error| SourceError::Size { name: name.into(), error })
 }
 
 /// `null:`. See [`Source::Null`].
@@ -101,7 +99,7 @@ impl Scheme for NullScheme {
 
 impl DiskScheme for NullScheme {
     fn open(&self, name: &str, _options: &ChainOptions) -> Result<Source, SourceError> {
-        Ok(Source::Null { size: disk_size(name, NULL)? })
+        Ok(Source::Null { size: size_of(name, NULL)? })
     }
 }
 
@@ -163,7 +161,7 @@ impl Scheme for RamScheme {
 
 impl DiskScheme for RamScheme {
     fn open(&self, name: &str, _options: &ChainOptions) -> Result<Source, SourceError> {
-        let region = Region::memfd("blockyard-ram", 0, 0, disk_size(name, RAM)?);
+        let region = Region::memfd("blockyard-ram", 0, 0, size_of(name, RAM)?);
         let memory = region.and_then(|(region, _)| GuestMemory::default().with(region));
         let failed = |source| SourceError::Memory { name: name.into(), source };
         Ok(Source::Ram(Arc::new(memory.map_err(failed)?)))

@@ -6,6 +6,7 @@ use std::sync::Arc;
 
 use blockyard_image::{Chain, ChainError, Geometry, ImageFile, OpenError, SECTOR};
 use blockyard_ring::{GuestMemory, MemoryError};
+use blockyard_storage::SizeError;
 
 use super::delay::{Model, ModelError};
 use crate::layer_files::LayerFiles;
@@ -75,11 +76,8 @@ pub enum SourceError {
     Open(#[from] OpenError),
     #[error(transparent)]
     Chain(#[from] ChainError),
-    #[error(
-        "{name}: a size is a number of bytes with an optional suffix k, M, G or T \
-         (powers of 1024), at least 512 and below 2^62"
-    )]
-    Size { name: String },
+    #[error("{name}: {error}")]
+    Size { name: String, error: SizeError },
     #[error("{name}: {error}")]
     Delay { name: String, error: ModelError },
     #[error("{name}: not enough memory for a disk of this size: choose a smaller one")]

@@ -14,6 +14,9 @@ use super::*;
 
 const PART: u64 = 64 << 10;
 const MIB: u64 = 1 << 20;
+/// Longest wait of a test on threads. It is longer than the limit of the map, which has its own
+/// error for a request that misses its copy.
+const HANGS: Duration = Duration::from_secs(120);
 
 fn new_map(size: u64) -> CopyMap {
     CopyMap::new(size, Path::new("copy.raw"), LIMIT)
@@ -212,7 +215,9 @@ fn requests_of_several_threads_miss_no_copy() {
     };
     let threads: Vec<_> = (1..4).map(requests).collect();
     // Only requests that wait let this copy, so that most requests have to wait.
+    let begun = Instant::now();
     while threads.iter().any(|thread| !thread.is_finished()) {
+        assert!(begun.elapsed() < HANGS, "the requests hang");
         if map.waiting() == 0 {
             std::thread::yield_now();
         } else if let Some(run) = map.next_run() {

@@ -25,7 +25,7 @@ use super::{Kind, Why, WorkError, Worker, check_not_poisoned};
 use crate::backend::{InactiveImage, Source, SourceError};
 use crate::disk::Disk;
 use crate::leaving::Leaving;
-use crate::quiesced::QuiesceError;
+use crate::quiesce_error::QuiesceError;
 
 /// Longest wait for an image that another process has locked, and for other work on the disk. The
 /// source of a migration releases the image before the destination's guest runs.
@@ -210,9 +210,7 @@ impl Disk {
         let deadline = Instant::now() + LOCK_TIME;
         while files.iter().any(|file| file.strong_count() > 0) {
             if Instant::now() > deadline {
-                let why = "the disk is inactive, but a reactor has not closed the image yet";
-                let why = Why::NotPossible(why.into());
-                let (disk, why) = (self.name().into(), Box::new(why));
+                let (disk, why) = (self.name().into(), Box::new(Why::StillOpen));
                 return Err(WorkError { disk, work: "deactivation", why });
             }
             std::thread::sleep(Duration::from_millis(1));

@@ -236,8 +236,7 @@ impl Worker {
         call: impl FnOnce() -> Result<T, ChainError> + Send + 'static,
     ) -> Result<T, Why> {
         let called = self.handle.blocking(call).await;
-        let no_thread = |e| Why::NotPossible(format!("a call on the target has failed: {e}"));
-        Ok(called.map_err(no_thread)??)
+        Ok(called.map_err(Why::Call)??)
     }
 
     /// Waits for a future, unless `ended` returns an error meanwhile. The future may wait for

@@ -20,12 +20,13 @@ use std::time::{Duration, Instant};
 
 use blockyard_image::{Chain, ChainError, CopyDown, Image, ImageError, WritableBacking, join_all};
 
-use super::{Kind, Why, Work, WorkError, Worker};
+use super::{Kind, Unsuitable, Why, Work, WorkError, Worker};
 use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
-use crate::quiesced::{QuiesceError, QuiescedDisk};
+use crate::quiesce_error::QuiesceError;
+use crate::quiesced::QuiescedDisk;
 use crate::tracker::Tracker;
 
 /// Maximum number of passes that copy, while the guest continues, what it wrote during the pass
@@ -81,8 +82,7 @@ impl Worker {
         let backing = self.chain()?.open_backing(&self.handle).await?;
         // This process has the backing image alone now. No disk can open it before the end of the
         // commit, so a disk that has it is inactive.
-        let unknown = || Why::NotPossible("the server does not say which disks it has".into());
-        self.check_others(&others().ok_or_else(unknown)?)?;
+        self.check_others(&others().ok_or(Unsuitable::UnknownDisks)?)?;
         let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
         // The disk may have adopted another size than the image has.
@@ -113,12 +113,8 @@ impl Worker {
             !Arc::ptr_eq(&self.disk, other) && other.source().layer_files().show_backing_of(&chain)
         };
         let Some(other) = others.iter().find(changes) else { return Ok(()) };
-        let (other, image) = (other.name(), chain.layers()[1].file.path().display());
-        Err(Why::NotPossible(format!(
-            "disk \"{other}\" needs image {image} as it is, although no guest uses that disk now: \
-             make one of the two disks independent of the image (`ctl stream`), or remove disk \
-             \"{other}\" and delete its image"
-        )))
+        let (other, image) = (other.name().into(), chain.layers()[1].file.path().into());
+        Err(Unsuitable::Needed { other, image }.into())
     }
 
     /// Lets all reactors read the metadata of the backing image again, if they could not after a

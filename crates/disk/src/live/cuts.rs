@@ -2,10 +2,12 @@
 //! clock.
 //!
 //! ```text
-//!   life    a disk over several boots: lays out its files, runs a boot, checks what is left
-//!   stage   one boot: the jobs, and the load of the guest meanwhile on one or two reactors
-//!   lane    one client: verified writes, zeroes, reads and flushes
-//!   found   opens what a power cut has left, and checks it
+//!   life     a disk over several boots: lays out its files, runs a boot, checks what is left
+//!   boot     one boot: the jobs, and the load of the guest meanwhile on one or two reactors
+//!   lane     one client: verified writes, zeroes, reads and flushes
+//!   stage    what the jobs and the lanes of a boot share
+//!   found    opens what a power cut has left, and checks it
+//!   scratch  the folder of the files
 //! ```
 //!
 //! The workers of the jobs run as they do on the thread of a job. Only the threads are missing: all
@@ -17,9 +19,11 @@
 //! flushed write, and of each other write the old or the new data. A backup that has its name holds
 //! the disk of one moment.
 
+mod boot;
 mod found;
 mod lane;
 mod life;
+mod scratch;
 mod stage;
 
 use std::fmt;

@@ -30,9 +30,8 @@ mod resize;
 mod resume;
 mod snapshot;
 mod stream;
+mod why;
 
-use std::error::Error;
-use std::io;
 use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -43,15 +42,14 @@ use blockyard_image::tools::Progress;
 use blockyard_image::{Chain, ChainError, ImageError};
 use blockyard_ring::{Executor, Handle};
 
-use crate::backend::{Source, SourceError};
-use crate::copy_map::LateCopy;
+use crate::backend::Source;
 use crate::disk::Disk;
-use crate::image_files::PathError;
 use crate::local_disk::LocalDisk;
-use crate::quiesced::QuiesceError;
+use crate::quiesce_error::QuiesceError;
 
 pub use backup::BackupOptions;
 pub use snapshot::{SnapshotOptions, StartRecord};
+pub use why::{Unsuitable, Why, WorkError};
 
 /// Progress and cancellation of a commit, stream or backup. The thread that does it and its
 /// observers share this.
@@ -89,63 +87,6 @@ impl Work {
     }
 }
 
-/// An error of a snapshot, commit, stream or backup: the disk, the work, and the reason with its
-/// causes.
-#[derive(Debug, thiserror::Error)]
-#[error("disk \"{disk}\": {work}: {}", with_causes(why))]
-pub struct WorkError {
-    pub disk: String,
-    pub work: &'static str,
-    pub why: Box<Why>,
-}
-
-/// Why a snapshot, commit, stream or backup failed.
-#[derive(Debug, thiserror::Error)]
-pub enum Why {
-    #[error("another snapshot, commit, stream, backup, resize or drain of this disk is under way")]
-    Busy,
-    #[error("the disk is drained: resume it first (`ctl resume`)")]
-    Drained,
-    #[error("the disk is being closed")]
-    Ended,
-    #[error("the operator cancelled it")]
-    Cancelled,
-    #[error("{0}")]
-    Poisoned(String),
-    #[error("{0}")]
-    NotPossible(String),
-    #[error("cannot keep it for the next start: {0}")]
-    StartRecord(io::Error),
-    #[error(transparent)]
-    Late(#[from] LateCopy),
-    #[error(transparent)]
-    Quiesce(#[from] QuiesceError),
-    #[error(transparent)]
-    Path(#[from] PathError),
-    #[error(transparent)]
-    Image(#[from] ChainError),
-    #[error(transparent)]
-    Source(#[from] SourceError),
-}
-
-impl Why {
-    /// Returns why other work on a disk prevents this work.
-    fn busy(disk: &Disk) -> Self {
-        if disk.is_drained() { Why::Drained } else { Why::Busy }
-    }
-
-    /// Returns whether other work on the disk prevents this work. A drain is such work.
-    pub fn is_busy(&self) -> bool {
-        matches!(self, Why::Busy | Why::Drained)
-    }
-}
-
-/// Returns the text of an error and those of its causes.
-fn with_causes(why: &Why) -> String {
-    let causes = std::iter::successors(why.source(), |cause| (*cause).source());
-    causes.fold(why.to_string(), |text, cause| format!("{text}: {cause}"))
-}
-
 fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
     disk.poisoned().map_or(Ok(()), |why| Err(Why::Poisoned(why.into())))
 }
@@ -153,10 +94,8 @@ fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
 /// Returns an error if no image is open, or if it was lost.
 fn check_open(source: &Source) -> Result<(), Why> {
     match source {
-        Source::Gone { why, .. } => Err(Why::Poisoned(why.clone())),
-        Source::Inactive(_) => {
-            Err(Why::NotPossible("no guest runs, so the image is not open".into()))
-        }
+        Source::Gone { why, .. } => Err(Why::Lost(why.clone())),
+        Source::Inactive(_) => Err(Unsuitable::Inactive.into()),
         _ => Ok(()),
     }
 }
@@ -194,7 +133,7 @@ impl Disk {
         let _lock = self.begin_work().map_err(error)?;
         check_not_poisoned(self).map_err(error)?;
         if kind.is_for_writable && self.options().read_only {
-            return Err(error(Why::NotPossible("the disk is read-only".into())));
+            return Err(error(Unsuitable::ReadOnly.into()));
         }
         self.note_use();
         let no_ring = |e| error(Why::Image(ChainError::Executor(e)));
@@ -245,7 +184,7 @@ impl Worker {
             Source::File(file) => Ok(Arc::new(Chain::of_raw(&file, crash_safety, folders))),
             source => {
                 check_open(&source)?;
-                Err(Why::NotPossible("the disk has no image".into()))
+                Err(Unsuitable::NoImage.into())
             }
         }
     }
@@ -262,14 +201,14 @@ impl Worker {
     async fn flush(&self, local_disk: &LocalDisk) -> Result<(), Why> {
         let settled = local_disk.flush_always().await;
         check_not_poisoned(&self.disk)?;
-        settled.map_err(|_| Why::NotPossible("a flush failed".into()))
+        settled.map_err(Why::Flush)
     }
 
     /// Closes the image, during a quiesce.
     async fn close_image(&self, local_disk: &LocalDisk) -> Result<(), Why> {
         let closed = local_disk.close().await;
         check_not_poisoned(&self.disk)?;
-        closed.map_err(|_| Why::NotPossible("the image could not be closed".into()))
+        closed.map_err(Why::Close)
     }
 }
 

@@ -15,7 +15,7 @@ use std::sync::Arc;
 
 use blockyard_image::{Chain, ChainError, ImageError, ImageFile, Raw};
 
-use super::{Kind, Why, WorkError, Worker};
+use super::{Kind, Unsuitable, Why, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
 use crate::quiesced::QuiescedDisk;
@@ -50,8 +50,7 @@ impl Worker {
 
     async fn grow_file(&self, file: &ImageFile, size: u64) -> Result<(), Why> {
         if file.fd().is_none() || file.is_device() {
-            let what = "its image is not a file of this host: grow it, then refresh";
-            return Err(Why::NotPossible(what.into()));
+            return Err(Unsuitable::NoFile.into());
         }
         let failed = |error| {
             let error = ImageError::io("image", None, "growing it", error);
@@ -61,7 +60,7 @@ impl Worker {
         // Another program may have grown the file. It must not become shorter.
         let len = raw.grow(size).await.map_err(failed)?;
         if len > size {
-            return Err(Why::NotPossible(format!("its image has {len} bytes already: refresh it")));
+            return Err(Unsuitable::Grown { len }.into());
         }
         Ok(())
     }

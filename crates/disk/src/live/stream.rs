@@ -8,10 +8,10 @@ use std::sync::Arc;
 
 use blockyard_image::{ChainError, copy_up};
 
-use super::{Kind, Why, Work, WorkError, Worker};
+use super::{Kind, Unsuitable, Why, Work, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
-use crate::quiesced::QuiesceError;
+use crate::quiesce_error::QuiesceError;
 
 impl Disk {
     /// Streams the disk (the term of QEMU; others call it flatten); see the module documentation.
@@ -25,9 +25,7 @@ impl Worker {
     pub(super) async fn stream(self, work: Work) -> Result<(), Why> {
         let chain = self.chain()?;
         if let [alone] = chain.layers() {
-            let path = alone.file.path().display();
-            let what = format!("image {path} has no backing file: it has all data of the disk");
-            return Err(Why::NotPossible(what));
+            return Err(Unsuitable::NoBacking { image: alone.file.path().into() }.into());
         }
         let local_disk = self.local_disk(&self.disk.source())?;
         let image =
@@ -42,7 +40,7 @@ impl Worker {
         // The disk must hold all its data before it has no backing file.
         let flushed = image.flush().await;
         local_disk.poison_if_writes_lost();
-        flushed.map_err(|e| Why::NotPossible(format!("a flush failed: {e}")))?;
+        flushed.map_err(Why::FlushCopy)?;
         let alone = chain.alone(&self.handle).await;
         local_disk.poison_if_writes_lost();
         let alone = Source::Chain(alone?);

@@ -21,7 +21,7 @@ use blockyard_image::tools::{self, NewImage};
 use blockyard_image::{CacheMode, Chain, ChainOptions, Format, OpenedFiles};
 use blockyard_storage::sim::Rng;
 
-use crate::load::{HANGS, Load, Reactor, SECTOR, WRITE, ask, close};
+use crate::load::{HANGS, Load, Reactor, SECTOR, WRITE, ask, close, result};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 /// Not a multiple of a part, nor of a cluster.
@@ -252,7 +252,9 @@ fn begin(
     let (work, disk) = (Work::default(), disk.clone());
     let doing = work.clone();
     let thread = std::thread::spawn(move || disk.backup(&options, &doing));
+    let begun = Instant::now();
     while !is_begun(&work) {
+        assert!(begun.elapsed() < HANGS, "the backup does not begin");
         assert!(!thread.is_finished() || is_begun(&work), "it ended before it began");
         std::thread::yield_now();
     }
@@ -283,7 +285,7 @@ fn a_backup_under_load_is_the_disk_at_one_moment_and_the_disk_has_all_writes() {
             let (work, job) = begin(&disk, options, |work| work.progress().total() > 0);
             // Now the reactors have the map, so the moment is past.
             let after = writers.now();
-            job.join().unwrap().unwrap();
+            result(job).unwrap();
             requests_during_copies += writers.now() - after;
             assert_eq!((work.progress().done(), work.progress().total()), (SIZE, SIZE));
             writers.go_on(500);
@@ -456,7 +458,7 @@ fn a_cancelled_backup_leaves_no_file_and_the_disk_as_it_was() {
         assert!(matches!(*error.why, Why::Busy), "{error}");
     }
     work.cancel();
-    let error = job.join().unwrap().unwrap_err();
+    let error = result(job).unwrap_err();
     assert!(matches!(*error.why, Why::Cancelled), "{error}");
     assert_eq!(files(&scratch), ["base.raw"]);
     // The work is cancelled before it begins.
@@ -477,7 +479,7 @@ fn closing_a_disk_ends_its_backup_first() {
     let known = load.end();
     let (_, job) = begin_large(&scratch, &disk);
     close(&disk, &reactors);
-    let error = job.join().unwrap().unwrap_err();
+    let error = result(job).unwrap_err();
     assert!(matches!(*error.why, Why::Ended), "{error}");
     let error = backup(&disk, scratch.path("new.raw"), Format::Raw).unwrap_err();
     assert!(matches!(*error.why, Why::Ended), "{error}");

@@ -22,6 +22,17 @@ const LANES: u64 = 8;
 /// Sectors of a stripe, in the half of the disk with small stripes, and in the other half.
 const STRIPES: [u64; 2] = [3, 205];
 
+/// Waits for the end of a thread, and returns its result.
+#[track_caller]
+pub fn result<T>(thread: JoinHandle<T>) -> T {
+    let begun = Instant::now();
+    while !thread.is_finished() {
+        assert!(begun.elapsed() < HANGS, "the work hangs");
+        std::thread::yield_now();
+    }
+    thread.join().unwrap()
+}
+
 pub struct Reactor {
     pub remote: Remote,
     thread: Option<JoinHandle<()>>,

@@ -11,7 +11,7 @@ use blockyard_disk::{Disk, Failure, Op, SnapshotOptions, StartRecord, Why, Work,
 use blockyard_image::journal::MemoryStore;
 use blockyard_image::{ChainOptions, ImageFile, OpenOptions};
 
-use crate::load::{HANGS, Load, Reactor, WRITE, ask, close};
+use crate::load::{HANGS, Load, Reactor, WRITE, ask, close, result};
 use crate::peer::{Scratch, judge, qemu_img, random};
 
 const SIZE: usize = 8 << 20;
@@ -305,7 +305,7 @@ fn a_commit_after_one_that_could_not_end_releases_nothing_that_is_read() {
         std::thread::yield_now();
     }
     work.cancel();
-    assert!(matches!(*thread.join().unwrap().unwrap_err().why, Why::Cancelled));
+    assert!(matches!(*result(thread).unwrap_err().why, Why::Cancelled));
     header.write_all_at(b"QFI\xfb", 0).unwrap();
     // The disk is larger than its backing image now, so the next commit ends when it has opened
     // the backing image.
@@ -326,7 +326,9 @@ fn begin(disk: &Arc<Disk>, run: Run) -> (Work, JoinHandle<Result<(), WorkError>>
     let (work, disk) = (Work::default(), disk.clone());
     let doing = work.clone();
     let thread = std::thread::spawn(move || run(&disk, &doing));
+    let begun = Instant::now();
     while work.progress().done() == 0 {
+        assert!(begun.elapsed() < HANGS, "the work makes no progress");
         assert!(!thread.is_finished(), "it ended before anything was done");
         std::thread::yield_now();
     }
@@ -343,7 +345,7 @@ fn a_cancelled_commit_or_stream_leaves_the_disk_as_it_was() {
         let other = snapshot(&fixture.disk, fixture.scratch.path("other.qcow2")).unwrap_err();
         assert!(matches!(*other.why, Why::Busy), "{other}");
         work.cancel();
-        let error = thread.join().unwrap().unwrap_err();
+        let error = result(thread).unwrap_err();
         assert!(matches!(*error.why, Why::Cancelled), "{error}");
         assert!(work.progress().done() < work.progress().total());
         fixture.load.go_on(200);
@@ -363,7 +365,7 @@ fn closing_a_disk_cancels_its_commit_or_stream_first() {
         let known = load.end();
         let (work, thread) = begin(&disk, run);
         close(&disk, &reactors);
-        let error = thread.join().unwrap().unwrap_err();
+        let error = result(thread).unwrap_err();
         assert!(matches!(*error.why, Why::Ended), "{error}");
         assert!(matches!(*run(&disk, &work).unwrap_err().why, Why::Ended));
         drop(disk);

@@ -30,10 +30,11 @@ use serde::{Deserialize, Serialize};
 
 use super::block_status::{Context, Contexts};
 use super::left::LeftConnection;
-use super::links::{self, Link};
+use super::links::Link;
 use super::spool::Spool;
 use super::stream::Remains;
 use super::{KIND, Offer};
+use crate::connections;
 use crate::packing::{Packed, Unpacked, wrong};
 use crate::{Handed, Reactors};
 
@@ -119,7 +120,7 @@ fn hand_over(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<LeftConnection> {
 }
 
 async fn hand_over_here(handle: &Handle, disk: &Arc<Disk>) -> Vec<LeftConnection> {
-    let links = links::of_disk(handle, disk);
+    let links = connections::of_disk::<Link>(handle, disk);
     if links.is_empty() {
         return Vec::new();
     }

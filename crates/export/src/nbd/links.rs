@@ -1,17 +1,15 @@
-//! The connections of a reactor, and the reasons to end them: a client that is too slow, and a disk
-//! that is removed.
+//! The connections of a reactor, and the ends of those that are too slow or not allowed any more.
 //!
 //! What must hold: the server disconnects a client that has not chosen an export in time. It also
-//! disconnects a client that reads no replies while others wait for the memory. The end of a disk
-//! waits for the requests in flight, but not for the clients.
+//! disconnects a client that reads no replies while others wait for the memory.
 
-use std::cell::{Cell, OnceCell, RefCell};
-use std::rc::{Rc, Weak};
+use std::cell::{Cell, OnceCell};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{ConnectedClient, Disk, LocalDisk};
+use blockyard_disk::{ConnectedClient, Disk};
 use blockyard_ring::{Handle, Remote};
 
 use super::buffers::Buffers;
@@ -20,15 +18,13 @@ use super::exported::{Exported, Peer};
 use super::left::LeftConnection;
 use super::shared::Shared;
 use super::stream::Stream;
-use crate::export::BY_OPERATOR;
+use crate::connections::{self, Member};
 use crate::{Client, Reactors};
 
 /// Time between two checks for slow clients, while a client may be slow.
 const CHECK_PERIOD: Duration = Duration::from_millis(500);
 /// Longest time without progress in a client's transfer while others wait for memory.
 const STALLED: Duration = Duration::from_secs(4);
-/// Longest time that a client has to read its last replies while its disk ends.
-const LAST_ANSWERS: Duration = Duration::from_secs(2);
 
 /// One connection.
 pub struct Link {
@@ -69,11 +65,27 @@ impl Drop for Undecided {
     }
 }
 
+/// Whether the task that checks for slow clients runs on this reactor.
 #[derive(Default)]
-struct Links {
-    all: RefCell<Vec<Weak<Link>>>,
-    /// The task that checks for slow clients runs.
-    watched: Cell<bool>,
+struct Watched(Cell<bool>);
+
+impl Member for Link {
+    fn client(&self) -> &Client {
+        self.stream.client()
+    }
+
+    fn disk(&self) -> Option<&Arc<Disk>> {
+        self.exported.get().map(|exported| &exported.disk)
+    }
+
+    fn end(&self, why: &'static str) {
+        self.ends(why);
+        self.stream.shutdown_read();
+    }
+
+    fn shutdown(&self) {
+        self.stream.shutdown();
+    }
 }
 
 impl Link {
@@ -99,7 +111,7 @@ impl Link {
             counted,
             left,
         });
-        handle.local::<Links>().all.borrow_mut().push(Rc::downgrade(&link));
+        connections::enter(handle, &link);
         handle.local::<Buffers>().on_shortage(watch);
         watch(handle);
         link
@@ -128,7 +140,10 @@ impl Link {
 
     /// Lets another server continue the connection. TLS connections end instead.
     pub fn leave(&self) {
-        if self.is_tls() { self.stream.shutdown_read() } else { self.stream.leave() }
+        match self.is_tls() {
+            true => self.end("the export has ended"),
+            false => self.stream.leave(),
+        }
     }
 
     /// Counts this client as disconnected by the present hand-over.
@@ -158,8 +173,9 @@ impl Link {
         self.left.take()
     }
 
-    fn is_of(&self, disk: &Arc<Disk>) -> bool {
-        self.exported.get().is_some_and(|exported| Arc::ptr_eq(&exported.disk, disk))
+    /// Returns whether the client has chosen no export of `server` yet.
+    fn is_undecided(&self, server: &Arc<Shared>) -> bool {
+        self.exported.get().is_none() && Arc::ptr_eq(&self.server, server)
     }
 
     /// Returns whether the client has lost its permission to use the chosen export.
@@ -182,76 +198,55 @@ impl Link {
     }
 }
 
-impl Links {
-    fn living(&self) -> Vec<Rc<Link>> {
-        self.all.borrow_mut().retain(|link| link.strong_count() > 0);
-        self.all.borrow().iter().filter_map(Weak::upgrade).collect()
-    }
-
-    /// Checks connections while one of them may be too slow. A connection needs no checks if it has
-    /// chosen an export and no request waits for memory. So idle clients cause no wake-ups.
-    async fn watch(self: Rc<Self>, handle: Handle) {
-        let buffers = handle.local::<Buffers>();
-        loop {
-            handle.sleep(CHECK_PERIOD).await;
-            let living = self.living();
-            let short = buffers.are_short();
-            let waiting = living.iter().filter(|link| link.check(short)).count();
-            if living.is_empty() {
-                buffers.forget();
-            }
-            if waiting == 0 {
-                return self.watched.set(false);
-            }
+/// Checks connections while one of them may be too slow. A connection needs no checks if it has
+/// chosen an export and no request waits for memory. So idle clients cause no wake-ups.
+async fn check_all(watched: Rc<Watched>, handle: Handle) {
+    let buffers = handle.local::<Buffers>();
+    loop {
+        handle.sleep(CHECK_PERIOD).await;
+        let living = connections::living::<Link>(&handle);
+        let short = buffers.are_short();
+        let waiting = living.iter().filter(|link| link.check(short)).count();
+        if living.is_empty() {
+            buffers.forget();
+        }
+        if waiting == 0 {
+            return watched.0.set(false);
         }
     }
 }
 
 /// Starts the task that checks for slow clients, unless that task runs already.
 pub fn watch(handle: &Handle) {
-    let links = handle.local::<Links>();
-    if !links.watched.replace(true) {
-        handle.spawn(links.watch(handle.clone()));
+    let watched = handle.local::<Watched>();
+    if !watched.0.replace(true) {
+        handle.spawn(check_all(watched, handle.clone()));
     }
 }
 
 /// Starts no checks on this reactor, so that time disconnects no client.
 #[cfg(test)]
 pub fn never_watch(handle: &Handle) {
-    handle.local::<Links>().watched.set(true);
-}
-
-/// Returns the connections of `disk` on this reactor.
-pub fn of_disk(handle: &Handle, disk: &Arc<Disk>) -> Vec<Rc<Link>> {
-    let mut links = handle.local::<Links>().living();
-    links.retain(|link| link.is_of(disk));
-    links
+    handle.local::<Watched>().0.set(true);
 }
 
 /// Returns the number of connections of `server` that have not chosen an export.
 pub fn undecided(reactors: &Reactors, server: &Arc<Shared>) -> usize {
-    let of_reactor = |reactor: &Remote| {
-        let server = server.clone();
-        reactor.ask(move |handle, reply| {
-            let living = handle.local::<Links>().living();
-            let is_undecided = |link: &&Rc<Link>| {
-                link.exported.get().is_none() && Arc::ptr_eq(&link.server, &server)
-            };
-            reply.send(living.iter().filter(is_undecided).count());
-        })
-    };
-    reactors.all().filter_map(of_reactor).sum()
+    each_undecided(reactors, server, |_| ())
 }
 
 /// Ends the connections of `server` that have not chosen an export. Returns their number.
 pub fn end_undecided(reactors: &Reactors, server: &Arc<Shared>) -> usize {
+    each_undecided(reactors, server, Member::shutdown)
+}
+
+fn each_undecided(reactors: &Reactors, server: &Arc<Shared>, call: fn(&Link)) -> usize {
     let of_reactor = |reactor: &Remote| {
         let server = server.clone();
         reactor.ask(move |handle, reply| {
-            let mut living = handle.local::<Links>().living();
-            living
-                .retain(|link| link.exported.get().is_none() && Arc::ptr_eq(&link.server, &server));
-            living.iter().for_each(|link| link.stream.shutdown());
+            let mut living = connections::living::<Link>(handle);
+            living.retain(|link| link.is_undecided(&server));
+            living.iter().for_each(|link| call(link));
             reply.send(living.len());
         })
     };
@@ -263,99 +258,9 @@ pub fn end_not_allowed(reactors: &Reactors, disk: &Arc<Disk>) {
     for reactor in reactors.all() {
         let disk = disk.clone();
         reactor.run(move |handle| {
-            let living = handle.local::<Links>().living();
-            living
-                .iter()
-                .filter(|link| link.is_of(&disk) && link.is_not_allowed())
-                .for_each(|link| link.stream.shutdown());
+            let mut links = connections::of_disk::<Link>(handle, &disk);
+            links.retain(|link| link.is_not_allowed());
+            links.iter().for_each(|link| link.shutdown());
         });
     }
-}
-
-/// Ends the connections of clients of `disk` with this description, or of all of them, after their
-/// requests are answered. Returns before that.
-pub fn disconnect(reactors: &Reactors, disk: &Arc<Disk>, description: Option<&str>) {
-    for reactor in reactors.all() {
-        let (disk, description) = (disk.clone(), description.map(String::from));
-        reactor.run(move |handle| {
-            let mut links = of_disk(handle, &disk);
-            links.retain(|link| {
-                description.as_ref().is_none_or(|d| *d == link.stream.client().description)
-            });
-            for link in &links {
-                link.ends(BY_OPERATOR);
-                link.stream.shutdown_read();
-            }
-            let (links, timer) = (links.iter().map(Rc::downgrade).collect(), handle.clone());
-            handle.spawn(async move { hurry(&timer, links).await });
-        });
-    }
-}
-
-/// Disconnects clients that do not read their last replies in time.
-async fn hurry(handle: &Handle, links: Vec<Weak<Link>>) {
-    let deadline = Instant::now() + LAST_ANSWERS;
-    while links.iter().any(|link| link.strong_count() > 0) {
-        if Instant::now() > deadline {
-            return links.iter().filter_map(Weak::upgrade).for_each(|link| link.stream.shutdown());
-        }
-        handle.sleep(Duration::from_millis(2)).await;
-    }
-}
-
-/// Returns the clients of `disk`, ordered by reactor.
-pub fn clients(reactors: &Reactors, disk: &Arc<Disk>) -> Vec<Client> {
-    let of_reactor = |reactor: &Remote| {
-        let disk = disk.clone();
-        reactor.ask(move |handle, reply| {
-            let living = handle.local::<Links>().living();
-            let links = living.iter().filter(|link| link.is_of(&disk));
-            reply.send(links.map(|link| link.stream.client().clone()).collect::<Vec<_>>());
-        })
-    };
-    reactors.all().filter_map(of_reactor).flatten().collect()
-}
-
-/// Ends the connections of `disk` on all reactors, after their requests are answered. Disconnects
-/// clients that have not read the replies at `deadline`, or in [`LAST_ANSWERS`].
-pub fn end(reactors: &Reactors, disk: &Arc<Disk>, deadline: Instant) {
-    let deadline = deadline.min(Instant::now() + LAST_ANSWERS);
-    let begin = |reactor: &Remote| {
-        let disk = disk.clone();
-        reactor.ask_later(move |handle, reply| {
-            let asking = handle.clone();
-            handle.spawn(async move {
-                end_here(&asking, &disk, deadline).await;
-                reply.send(());
-            });
-        })
-    };
-    // Starts all ends before it waits, because the clients of each reactor share one deadline.
-    let ends: Vec<_> = reactors.all().map(begin).collect();
-    for end in ends {
-        let _ = end.wait();
-    }
-}
-
-async fn end_here(handle: &Handle, disk: &Arc<Disk>, deadline: Instant) {
-    let of_disk = || of_disk(handle, disk);
-    if of_disk().is_empty() {
-        return;
-    }
-    // Requests that wait for throttles are admitted now, because the export ends.
-    let served = LocalDisk::known(handle, disk);
-    served.iter().for_each(|served| served.suspend());
-    of_disk().iter().for_each(|link| link.stream.shutdown_read());
-    loop {
-        let left = of_disk();
-        if left.is_empty() {
-            break;
-        }
-        if Instant::now() > deadline {
-            left.iter().for_each(|link| link.stream.shutdown());
-        }
-        drop(left);
-        handle.sleep(Duration::from_millis(2)).await;
-    }
-    served.iter().for_each(|served| served.resume());
 }

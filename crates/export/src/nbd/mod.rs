@@ -29,6 +29,7 @@ mod links;
 mod negotiate;
 mod quota;
 mod receive;
+mod refusal;
 mod reply;
 mod send;
 mod shared;
@@ -39,10 +40,9 @@ mod worker;
 
 use std::cell::Cell;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::rc::Rc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use blockyard_disk::Disk;
@@ -50,6 +50,7 @@ use blockyard_ring::parcel::Parcel;
 use blockyard_ring::{Handle, Socket};
 
 use crate::acceptor::{Entrance, Registration};
+use crate::connections::{self, Accepted};
 use crate::descriptors;
 use crate::export::{Obstacle, STOP_TIME};
 use crate::{Client, Export, Handed, Listener, Reactors};
@@ -70,8 +71,6 @@ pub use shared::Settings;
 
 /// Time in which a client must choose its export when another server takes over.
 const CHOICE: Duration = Duration::from_secs(1);
-/// Maximum number of clients that are accepted before clients of other exports get their turn.
-const TURN: usize = 16;
 
 /// A listening server. Drop closes its address, and the connections of clients that have not chosen
 /// a disk.
@@ -92,19 +91,12 @@ impl Server {
         settings: Arc<Settings>,
         reactors: Arc<Reactors>,
     ) -> io::Result<Arc<Self>> {
-        listener.refuse_descriptors();
-        let shared = Arc::new(Shared {
-            settings: Mutex::new(settings),
-            address: address.into(),
-            ..Shared::default()
-        });
-        let acceptor = reactors.acceptor()?;
-        let (accepting, dealt) = (shared.clone(), Arc::downgrade(&reactors));
+        let shared = Shared::new(settings, address);
+        let admitting = shared.clone();
         let registration =
-            acceptor.register(listener, move |entrance| admit(&accepting, &dealt, entrance))?;
-        let _ = shared.bell.set(registration.bell());
-        // A callback that came before left the listener shut without a bell.
-        shared.ring();
+            shared.accepting.listen(listener, &reactors, move |reactors, entrance| {
+                admit(&admitting, reactors, entrance)
+            })?;
         let registration = Some(registration);
         Ok(Arc::new(Server { shared, reactors, registration }))
     }
@@ -123,8 +115,7 @@ impl Server {
     /// server.
     pub fn pause(&self) -> io::Result<()> {
         self.listener()?.keep_file();
-        self.shared.is_paused.store(true, Ordering::SeqCst);
-        self.shared.ring();
+        self.shared.accepting.pause();
         self.shared.disconnected.store(0, Ordering::SeqCst);
         Ok(())
     }
@@ -158,22 +149,21 @@ impl Server {
         if let Ok(listener) = self.listener() {
             listener.remove_file();
         }
-        self.shared.is_paused.store(false, Ordering::SeqCst);
-        self.shared.ring();
+        self.shared.accepting.resume();
     }
 
     /// Continues connections of another server, when this process is the owner.
     fn resume(&self, exported: &Arc<Exported>, left: Vec<LeftConnection>) {
         let mut resumed = self.shared.resumed.lock().unwrap_or_else(PoisonError::into_inner);
         resumed.extend(left.into_iter().map(|connection| (exported.clone(), connection)));
-        self.shared.ring();
+        self.shared.accepting.ring();
     }
 
     /// Replaces the settings for clients that connect from now on.
     pub fn set(&self, settings: Arc<Settings>) {
+        let most = settings.limits.clients;
         *self.shared.settings.lock().unwrap_or_else(PoisonError::into_inner) = settings;
-        // The new limit may allow more clients.
-        self.shared.ring();
+        self.shared.accepting.set_most(most);
     }
 
     /// Exports one more disk, until the [`Offer`] is dropped.
@@ -200,7 +190,7 @@ impl Server {
     /// them.
     fn remove(&self, disk: &Arc<Disk>, deadline: Instant) {
         self.forget(disk);
-        links::end(&self.reactors, disk, deadline);
+        connections::end::<Link>(&self.reactors, disk, deadline);
     }
 
     /// Offers the disk to no client any more.
@@ -257,14 +247,11 @@ impl Export for Offer {
     }
 
     fn clients(&self) -> Vec<Client> {
-        links::clients(&self.server.reactors, &self.disk)
+        connections::clients::<Link>(&self.server.reactors, &self.disk)
     }
 
     fn disconnect(&mut self, description: Option<&str>) -> Vec<Client> {
-        let mut leaving = self.clients();
-        leaving.retain(|client| description.is_none_or(|d| d == client.description));
-        links::disconnect(&self.server.reactors, &self.disk, description);
-        leaving
+        connections::disconnect::<Link>(&self.server.reactors, &self.disk, description)
     }
 }
 
@@ -274,61 +261,18 @@ impl Drop for Offer {
     }
 }
 
-/// Accepts the clients that wait. After an error, the acceptor calls again after a pause.
-fn admit(shared: &Arc<Shared>, reactors: &Weak<Reactors>, entrance: Entrance) -> io::Result<()> {
-    // The server, which waits for this call before it ends, has the reactors.
-    let Some(reactors) = reactors.upgrade() else { return Ok(()) };
+/// Accepts the clients that wait, after those of another server.
+fn admit(shared: &Arc<Shared>, reactors: &Reactors, entrance: Entrance) -> io::Result<()> {
     let mut resumed = shared.resumed.lock().unwrap_or_else(PoisonError::into_inner);
-    resumed.drain(..).for_each(|(exported, left)| resume(shared, &reactors, exported, left));
+    resumed.drain(..).for_each(|(exported, left)| resume(shared, reactors, exported, left));
     drop(resumed);
-    for _ in 0..TURN {
-        if shared.is_paused.load(Ordering::SeqCst) {
-            entrance.keep_shut();
-            return Ok(());
-        }
-        // Read the limit before the count. A client that leaves after the count was read finds this
-        // limit or a later one, and rings. (`set` rings too.)
-        let many = shared.settings().limits.clients;
-        if shared.clients.load(Ordering::SeqCst) >= many {
-            shared.log.warn(
-                &shared.address,
-                None,
-                format_args!(
-                    "the most clients ({many}) are connected: others wait until one leaves"
-                ),
-            );
-            entrance.keep_shut();
-            return Ok(());
-        }
-        if let Some((left, limit)) = descriptors::too_few() {
-            shared.log.warn(
-                &shared.address,
-                None,
-                format_args!(
-                    "{left} of {limit} descriptors are left, which are kept for the server itself: \
-                     clients wait until others disconnect (raise the limit: ulimit -n, LimitNOFILE)"
-                ),
-            );
-            return Err(io::ErrorKind::OutOfMemory.into());
-        }
-        match entrance.listener().accept_now() {
-            Ok(Some(fd)) => deal_out(shared, &reactors, fd),
-            Ok(None) => return Ok(()),
-            Err(e) => {
-                // Most likely the process has no free descriptor.
-                shared.log.warn(&shared.address, None, format_args!("cannot accept a client: {e}"));
-                return Err(e);
-            }
-        }
-    }
-    Ok(())
+    let name = (&shared.log, &*shared.address);
+    shared.accepting.admit(entrance, name, |fd| deal_out(shared, reactors, fd))
 }
 
 /// Gives a client to the next reactor. Disconnects the client if its source is limited.
-fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: OwnedFd) {
+fn deal_out(shared: &Arc<Shared>, reactors: &Reactors, fd: Accepted) {
     let source = Source::of(&fd);
-    shared.clients.fetch_add(1, Ordering::SeqCst);
-    let fd = Accepted { fd, server: shared.clone() };
     let Some(undecided) = Undecided::enter(shared, source) else {
         // The client may have sent descriptors, so its socket is not closed on this thread. Until
         // it is closed, it counts.
@@ -370,9 +314,8 @@ fn resume(
     exported: Arc<Exported>,
     left: LeftConnection,
 ) {
-    shared.clients.fetch_add(1, Ordering::SeqCst);
     let LeftConnection { stream, headers, contexts, since, remains } = left;
-    let fd = Accepted { fd: stream, server: shared.clone() };
+    let fd = shared.accepting.count(stream);
     let (server, handshake) = (shared.clone(), shared.settings().limits.handshake);
     reactors.next().run(move |handle| {
         let place = Cell::new(exported.place(usize::MAX));
@@ -396,28 +339,6 @@ fn resume(
 struct Arrival {
     server: Arc<Shared>,
     settings: Arc<Settings>,
-}
-
-/// A client's socket. The server counts the client until the socket is closed. A thread that closes
-/// received descriptors may close the socket later than the reactor does.
-struct Accepted {
-    fd: OwnedFd,
-    server: Arc<Shared>,
-}
-
-impl AsFd for Accepted {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.fd.as_fd()
-    }
-}
-
-impl Drop for Accepted {
-    fn drop(&mut self) {
-        let before = self.server.clients.fetch_sub(1, Ordering::SeqCst);
-        if before >= self.server.settings().limits.clients {
-            self.server.ring();
-        }
-    }
 }
 
 /// Serves one client from connection to disconnection.
@@ -500,10 +421,7 @@ async fn transmit(
         End::Broken(why) => why.to_string(),
         End::Left(_) => "another server continues it".into(),
         End::Gone if link.is_not_allowed() => "its certificate is no longer allowed".into(),
-        End::Gone if shared.exports().iter().any(|e| Arc::ptr_eq(e, &exported)) => {
-            "it has closed its connection".into()
-        }
-        End::Gone => "the export has ended".to_string(),
+        End::Gone => "it has closed its connection".into(),
     });
     // If this is the last connection of the reactor, dropping the link frees the spare buffers.
     drop(link);

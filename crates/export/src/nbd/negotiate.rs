@@ -16,6 +16,7 @@ use blockyard_ring::Segments;
 use super::block_status::{Context, Contexts};
 use super::exported::{Exported, Peer, Place};
 use super::inbox::Inbox;
+use super::refusal::{Refusal, RefusalKind};
 use super::shared::{Settings, Shared};
 use super::stream::Stream;
 use super::terms::Terms;
@@ -52,9 +53,6 @@ struct Asked {
     /// None: the client asks for information only.
     place: Option<Place>,
 }
-
-/// The error code and the message of an error reply.
-type Refusal = (u32, String);
 
 impl<'a> Negotiation<'a> {
     pub fn new(
@@ -114,11 +112,8 @@ impl<'a> Negotiation<'a> {
                 if header.option == opt::EXPORT_NAME {
                     return Err(invalid("it does not use TLS, which is required here".into()));
                 }
-                self.refuse_and_log(
-                    header.option,
-                    (rep::ERR_TLS_REQD, "TLS is required here".into()),
-                )
-                .await?;
+                let refusal = Refusal::new(RefusalKind::TlsRequired, "TLS is required here");
+                self.refuse_and_log(header.option, refusal).await?;
                 continue;
             }
             match header.option {
@@ -136,10 +131,8 @@ impl<'a> Negotiation<'a> {
                     if header.option == opt::SET_META_CONTEXT {
                         self.contexts = None;
                     }
-                    let refusal = (
-                        rep::ERR_TOO_BIG,
-                        format!("an option may have at most {MOST_OPTION} bytes"),
-                    );
+                    let why = format!("an option may have at most {MOST_OPTION} bytes");
+                    let refusal = Refusal::new(RefusalKind::TooBig, why);
                     self.refuse(header.option, refusal).await?;
                 }
                 opt::GO => {
@@ -175,7 +168,7 @@ impl<'a> Negotiation<'a> {
     async fn option(&mut self, option: u32, data: &[u8]) -> io::Result<()> {
         let empty = || match data {
             [] => Ok(()),
-            _ => Err((rep::ERR_INVALID, "this option has no data".into())),
+            _ => Err(Refusal::invalid("this option has no data")),
         };
         let done = match option {
             opt::LIST => match empty() {
@@ -184,11 +177,12 @@ impl<'a> Negotiation<'a> {
             },
             opt::INFO => return self.go_or_info(opt::INFO, data).await.map(drop),
             opt::STRUCTURED_REPLY => empty().and_then(|()| match self.headers {
-                Headers::Extended => {
-                    Err((rep::ERR_EXT_HEADER_REQD, "extended headers were chosen already".into()))
-                }
+                Headers::Extended => Err(Refusal::new(
+                    RefusalKind::ExtendedHeaders,
+                    "extended headers were chosen already",
+                )),
                 Headers::Structured => {
-                    Err((rep::ERR_INVALID, "structured replies were chosen already".into()))
+                    Err(Refusal::invalid("structured replies were chosen already"))
                 }
                 Headers::Simple => {
                     self.headers = Headers::Structured;
@@ -196,9 +190,7 @@ impl<'a> Negotiation<'a> {
                 }
             }),
             opt::EXTENDED_HEADERS => empty().and_then(|()| match self.headers {
-                Headers::Extended => {
-                    Err((rep::ERR_INVALID, "extended headers were chosen already".into()))
-                }
+                Headers::Extended => Err(Refusal::invalid("extended headers were chosen already")),
                 _ => {
                     self.headers = Headers::Extended;
                     Ok(())
@@ -215,7 +207,10 @@ impl<'a> Negotiation<'a> {
                 }
                 Err(refusal) => Err(refusal),
             },
-            _ => Err((rep::ERR_UNSUP, format!("option {option} is not known here"))),
+            _ => {
+                let why = format!("option {option} is not known here");
+                Err(Refusal::new(RefusalKind::Unsupported, why))
+            }
         };
         match done {
             Ok(()) => self.answer(option, rep::ACK, &[]).await,
@@ -227,9 +222,9 @@ impl<'a> Negotiation<'a> {
     /// option, the connection ends, because TLS does not protect that text.
     async fn start_tls(&mut self, data: &[u8]) -> io::Result<()> {
         let refusal = match self.tls {
-            None => (rep::ERR_POLICY, "TLS is not set up on this server"),
-            Some(_) if self.peer.tls => (rep::ERR_INVALID, "TLS is in use already"),
-            Some(_) if !data.is_empty() => (rep::ERR_INVALID, "this option has no data"),
+            None => Refusal::new(RefusalKind::Policy, "TLS is not set up on this server"),
+            Some(_) if self.peer.tls => Refusal::invalid("TLS is in use already"),
+            Some(_) if !data.is_empty() => Refusal::invalid("this option has no data"),
             Some(tls) => {
                 if !self.inbox.is_empty() {
                     return Err(invalid("it sends plain bytes behind STARTTLS".into()));
@@ -240,7 +235,7 @@ impl<'a> Negotiation<'a> {
                 return Ok(());
             }
         };
-        self.refuse(opt::STARTTLS, (refusal.0, refusal.1.into())).await
+        self.refuse(opt::STARTTLS, refusal).await
     }
 
     async fn list(&mut self) -> io::Result<()> {
@@ -268,7 +263,7 @@ impl<'a> Negotiation<'a> {
         let mut fields = Fields(data);
         let (name, queries) = (fields.string()?, fields.u32()?);
         if self.headers == Headers::Simple {
-            return Err((rep::ERR_INVALID, "structured replies must be chosen first".into()));
+            return Err(Refusal::invalid("structured replies must be chosen first"));
         }
         let mut contexts = Contexts::default();
         for _ in 0..queries {
@@ -322,7 +317,7 @@ impl<'a> Negotiation<'a> {
             // The name may be that of an export which is visible only with TLS. The reply must be
             // the same for names that do not exist.
             Some(_) if !self.peer.tls && self.shared.has_exports_under_tls() => {
-                (rep::ERR_TLS_REQD, format!("without TLS {}", refusal.1))
+                Refusal::new(RefusalKind::TlsRequired, format!("without TLS {refusal}"))
             }
             _ => refusal,
         })?;
@@ -350,7 +345,8 @@ impl<'a> Negotiation<'a> {
         let found = self.shared.find(name, &self.peer);
         found.ok_or_else(|| {
             let name = printable(name);
-            (rep::ERR_UNKNOWN, format!("there is no export \"{name}\"{}", self.there_are()))
+            let why = format!("there is no export \"{name}\"{}", self.there_are());
+            Refusal::new(RefusalKind::UnknownExport, why)
         })
     }
 
@@ -359,8 +355,8 @@ impl<'a> Negotiation<'a> {
         let most = self.shared.places();
         exported.place(most).ok_or_else(|| {
             let name = printable(exported.name.as_bytes());
-            let what = format!("export \"{name}\" has {most} connections, and may not have more");
-            (rep::ERR_POLICY, what)
+            let why = format!("export \"{name}\" has {most} connections, and may not have more");
+            Refusal::new(RefusalKind::Policy, why)
         })
     }
 
@@ -377,8 +373,8 @@ impl<'a> Negotiation<'a> {
     /// Handles NBD_OPT_EXPORT_NAME. The protocol has no error reply for it, so a refusal ends the
     /// connection.
     async fn export_name(&mut self, name: &[u8]) -> io::Result<Terms> {
-        let exported = self.find(name).map_err(|(_, why)| invalid(why))?;
-        let place = self.place(&exported).map_err(|(_, why)| invalid(why))?;
+        let exported = self.find(name).map_err(|refusal| invalid(refusal.context))?;
+        let place = self.place(&exported).map_err(|refusal| invalid(refusal.context))?;
         let mut reply = Vec::from(exported.disk.capacity().to_be_bytes());
         reply.extend(exported.flags(self.headers).to_be_bytes());
         if !self.no_zeroes {
@@ -392,16 +388,12 @@ impl<'a> Negotiation<'a> {
     /// export.
     async fn refuse_and_log(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
         let (name, from) = (&self.shared.address, self.stream.from());
-        self.shared.log.warn(
-            name,
-            None,
-            format_args!("a client was refused ({from}): {}", refusal.1),
-        );
+        self.shared.log.warn(name, None, format_args!("a client was refused ({from}): {refusal}"));
         self.refuse(option, refusal).await
     }
 
-    async fn refuse(&mut self, option: u32, (error, why): Refusal) -> io::Result<()> {
-        self.answer(option, error, why.as_bytes()).await
+    async fn refuse(&mut self, option: u32, refusal: Refusal) -> io::Result<()> {
+        self.answer(option, refusal.reply(), refusal.context.as_bytes()).await
     }
 
     async fn answer(&mut self, option: u32, reply: u32, data: &[u8]) -> io::Result<()> {
@@ -445,7 +437,7 @@ impl<'a> Fields<'a> {
         let (now, later) = self
             .0
             .split_at_checked(len)
-            .ok_or((rep::ERR_INVALID, "the option's data are too short".into()))?;
+            .ok_or_else(|| Refusal::invalid("the option's data are too short"))?;
         self.0 = later;
         Ok(now)
     }
@@ -463,10 +455,10 @@ impl<'a> Fields<'a> {
         let string = self.take(len)?;
         match len {
             0..=wire::MOST_STRING => Ok(string),
-            _ => Err((
-                rep::ERR_TOO_BIG,
-                format!("a name may have at most {} bytes", wire::MOST_STRING),
-            )),
+            _ => {
+                let why = format!("a name may have at most {} bytes", wire::MOST_STRING);
+                Err(Refusal::new(RefusalKind::TooBig, why))
+            }
         }
     }
 
@@ -474,7 +466,7 @@ impl<'a> Fields<'a> {
         if self.0.is_empty() {
             Ok(())
         } else {
-            Err((rep::ERR_INVALID, "the option's data are too long".into()))
+            Err(Refusal::invalid("the option's data are too long"))
         }
     }
 }

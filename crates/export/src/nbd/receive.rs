@@ -27,6 +27,7 @@ use super::stream::Stream;
 use super::terms::Terms;
 use super::worker::{Job, Workers};
 use crate::budget::{self, REQUEST};
+use crate::connections;
 
 /// Maximum number of requests of one connection in flight.
 const MOST_IN_FLIGHT: u32 = 128;
@@ -122,10 +123,7 @@ impl Receiver {
         if let End::Left(_) = end {
             return self.left(inbox);
         }
-        if self.wrote.get() {
-            // A client that disconnects without a flush should not lose its writes.
-            let _ = self.connection.served.flush_unsynced().await;
-        }
+        connections::flush_last(&self.connection.served, self.wrote.get()).await;
         end
     }
 

@@ -1,7 +1,7 @@
 //! State that the acceptor, the reactors and the program share.
 
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::atomic::AtomicU64;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use blockyard_nbd::ServerTls;
 
@@ -9,7 +9,7 @@ use super::crowd::Crowds;
 use super::exported::{Exported, Peer};
 use super::left::LeftConnection;
 use super::limits::Limits;
-use crate::acceptor::Bell;
+use crate::connections::Accepting;
 use crate::log::Log;
 
 /// Settings for new clients.
@@ -23,7 +23,6 @@ pub struct Settings {
 const LEAST_PLACES: usize = 16;
 
 /// State that the acceptor, the reactors and the program share.
-#[derive(Default)]
 pub struct Shared {
     pub exports: Mutex<Vec<Arc<Exported>>>,
     /// Settings for clients that connect from now on. A connected client keeps the settings that
@@ -32,20 +31,33 @@ pub struct Shared {
     pub log: Log,
     /// The address, as the log shows it.
     pub address: String,
-    pub clients: AtomicUsize,
+    /// Counts all clients of the address. It has the limit of `settings`.
+    pub accepting: Arc<Accepting>,
     /// The clients that have not chosen an export, by source.
     pub crowds: Crowds,
-    /// Another server takes over, so new clients wait in the listening socket.
-    pub is_paused: AtomicBool,
     /// Number of clients that the present hand-over has disconnected.
     pub disconnected: AtomicU64,
     /// Connections of another server, until the acceptor gives them to reactors.
     pub resumed: Mutex<Vec<(Arc<Exported>, LeftConnection)>>,
-    /// Set when the acceptor waits for clients.
-    pub bell: OnceLock<Bell>,
 }
 
 impl Shared {
+    pub fn new(settings: Arc<Settings>, address: &str) -> Arc<Self> {
+        let (exports, log, crowds, disconnected, resumed) = Default::default();
+        let accepting = Accepting::new(settings.limits.clients);
+        let (settings, address) = (Mutex::new(settings), address.into());
+        Arc::new(Shared {
+            exports,
+            settings,
+            log,
+            address,
+            accepting,
+            crowds,
+            disconnected,
+            resumed,
+        })
+    }
+
     pub fn exports(&self) -> Vec<Arc<Exported>> {
         self.exports.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
@@ -82,12 +94,5 @@ impl Shared {
         named
             .or(if name.is_empty() && exports.len() == 1 { exports.first() } else { None })
             .cloned()
-    }
-
-    /// Makes the acceptor look at clients, limits and connections of another server again.
-    pub fn ring(&self) {
-        if let Some(bell) = self.bell.get() {
-            bell.ring();
-        }
     }
 }

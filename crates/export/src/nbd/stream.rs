@@ -15,7 +15,7 @@ use rustix::io::Errno;
 use super::buffers::Buffers;
 use super::quota::Usage;
 use super::spool::Spool;
-use crate::{Client, budget};
+use crate::{Client, budget, connections};
 
 /// Minimum number of bytes that a client must transfer within the time limit if it holds `held`
 /// bytes of the quota. A client that transfers less is stalled. The more a client holds, the more
@@ -74,10 +74,8 @@ pub struct Remains {
 
 impl Stream {
     pub fn new(handle: &Handle, fd: impl AsFd + Send + Sync + 'static) -> io::Result<Self> {
-        let _ = rustix::net::sockopt::set_tcp_nodelay(&fd, true);
+        connections::prepare(&fd);
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&fd, SENT_AHEAD);
-        // If the client's machine is gone, keepalive ends the connection after some time.
-        let _ = rustix::net::sockopt::set_socket_keepalive(&fd, true);
         let client = Client::connected(&fd);
         let (usage, sending_since, payload_since, payload_received) = Default::default();
         let (unread, unsent, is_special, leaving, collects, carries) = Default::default();

@@ -1,6 +1,7 @@
 use std::io::{IoSlice, Read, Write};
 use std::mem::MaybeUninit;
 use std::net::{TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU32;
@@ -80,7 +81,8 @@ impl Paired {
     fn connect(&self) -> UnixStream {
         let (ours, theirs) = UnixStream::pair().unwrap();
         ours.set_read_timeout(Some(LIMIT)).unwrap();
-        deal_out(&self.server.shared, &self.server.reactors, theirs.into());
+        let Server { shared, reactors, .. } = &*self.server;
+        deal_out(shared, reactors, shared.accepting.count(theirs.into()));
         ours
     }
 }
@@ -215,7 +217,7 @@ fn a_client_that_sends_a_descriptor_is_disconnected_and_blocks_no_other() {
     );
     other_client.reads();
     assert_eq!(
-        offer.server.shared.clients.load(Ordering::SeqCst),
+        offer.server.shared.accepting.clients(),
         2,
         "it is counted until its socket is closed"
     );

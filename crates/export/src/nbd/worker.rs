@@ -6,7 +6,7 @@ use std::future::poll_fn;
 use std::rc::{Rc, Weak};
 use std::task::Poll;
 
-use blockyard_disk::{Failure, Op, Request};
+use blockyard_disk::{Op, Request};
 use blockyard_nbd::wire;
 use blockyard_ring::{Segments, TaskId};
 
@@ -14,6 +14,7 @@ use super::block_status::{self, Contexts};
 use super::connection::{Connection, RequestToken, ZEROED_AT_A_TIME};
 use super::reply::{Body, error_of};
 use crate::budget::REQUEST;
+use crate::connections;
 
 /// Bytes of a cache request (NBD_CMD_CACHE) that the worker reads at a time.
 const CACHED_AT_A_TIME: u64 = 256 << 10;
@@ -165,11 +166,10 @@ impl Connection {
                 Op::Read => self.buffers.take(&self.handle, buffered, self.usage()).await,
                 _ => Segments::default(),
             };
-            let done = Rc::new(Cell::new(None));
-            let token = PieceToken { connection: self.clone(), done: done.clone() };
-            let part = Request::new(op, at, len, buffer, self.handle.now(), token);
-            self.served.serve(part).await.answer();
-            let (ended, buffer) = done.take().unwrap_or((Err(Failure::Io), Segments::default()));
+            let (part, at_work) = ((op, at, len), self.clone());
+            let may_wait = move || at_work.goes_on();
+            let (ended, buffer) =
+                connections::serve_one(&self.handle, &self.served, part, buffer, may_wait).await;
             if op == Op::Read {
                 self.buffers.give_back(buffer, buffered, self.usage());
             }
@@ -180,21 +180,5 @@ impl Connection {
             self.pieces.admit(&self.handle, REQUEST, buffered as u64).await;
         }
         self.reply(&request, status, Body::None);
-    }
-}
-
-/// The token of a piece.
-struct PieceToken {
-    connection: Rc<Connection>,
-    done: Rc<Cell<Option<(blockyard_disk::Status, Segments)>>>,
-}
-
-impl blockyard_disk::Token for PieceToken {
-    fn answer(self, status: blockyard_disk::Status, segments: Segments) {
-        self.done.set(Some((status, segments)));
-    }
-
-    fn may_wait(&self) -> bool {
-        self.connection.goes_on()
     }
 }

@@ -16,6 +16,7 @@
 
 mod error;
 mod files;
+mod note;
 mod params;
 mod queue;
 mod removal;
@@ -124,7 +125,7 @@ impl Ublk {
         // Hold the lock until the device is served. Other servers of the disk then find a device
         // that has a server.
         let (mut left, mut lock) = takeover::find(&mut control, options)?;
-        if let Some(device) = left.take_if(|device| takeover::is_other_file(device, options)) {
+        if let Some(device) = left.take_if(|device| note::is_other_file(device, options)) {
             removal::replace(&mut control, &device)?;
             // Without a requested number, the driver chooses one, which may be the number of the
             // old device.

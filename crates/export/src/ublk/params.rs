@@ -5,7 +5,7 @@ use blockyard_image::SECTOR;
 use blockyard_ring::host::{self, RequestLimits};
 use blockyard_ring::ublk::abi::{self, Basic, DeviceInfo, Discard, Params};
 
-use super::{UblkOptions, takeover};
+use super::{UblkOptions, note};
 
 /// Maximum number of bytes of a request with zero copy.
 const MAX_IO: u32 = 1 << 20;
@@ -33,7 +33,7 @@ pub(super) fn device(options: &UblkOptions, features: u64, zero_copy: bool) -> D
         max_io_bytes: if zero_copy { MAX_IO } else { MAX_IO_COPIED },
         id: options.id.unwrap_or(u32::MAX),
         flags: always | sometimes & features | if zero_copy { COPIES_NONE } else { 0 },
-        note: takeover::note(options),
+        note: note::of(options),
         ..DeviceInfo::default()
     }
 }
@@ -166,7 +166,7 @@ mod tests {
         let all = device(&options(None), ALL, true);
         assert_eq!((all.id, all.queues, all.depth), (u32::MAX, 3, abi::MAX_DEPTH));
         assert_eq!((all.flags & COPIES_NONE, all.max_io_bytes), (COPIES_NONE, 1 << 20));
-        assert_eq!(all.note, takeover::note(&options(None)));
+        assert_eq!(all.note, note::of(&options(None)));
         assert_eq!(device(&options(Some(7)), ALL, true).id, 7);
         // Each part of zero copy is needed.
         for (features, zero_copy) in [

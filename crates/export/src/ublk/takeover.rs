@@ -1,8 +1,7 @@
 //! Takes over devices after their server has died.
 //!
-//! The driver stores 64 bits of the server's choice with each device. These bits identify the disk.
-//! What must hold: a device is never taken over for another disk, because a file system on it would
-//! read and write the wrong disk.
+//! What must hold: a device is never taken over for another disk (see [`super::note`]), because a
+//! file system on it would read and write the wrong disk.
 
 use std::io;
 use std::path::Path;
@@ -16,9 +15,9 @@ use blockyard_ring::ublk::{CLASS, Control, NumberLock};
 use rustix::io::Errno;
 
 use super::files::{has_files, memory_alignment};
+use super::note::is_ours;
 use super::{MAX_WAIT, UblkError, UblkOptions};
 use crate::export::GRACE;
-use crate::fingerprint;
 
 /// The kind of the parcels of a hand-over.
 pub const PARCELS: &str = "ublk";
@@ -63,33 +62,6 @@ pub(super) fn check(disk: &Disk, zero_copy: bool, params: &Params) -> io::Result
 
 /// A number that no device has. A server holds the lock on this number while it adds a device.
 const ADDING: u32 = u32::MAX;
-
-/// Returns the 64 bits for a device. The upper half identifies the disk, the lower half the image's
-/// file if it is known.
-pub(super) fn note(options: &UblkOptions) -> u64 {
-    note_of(&options.identity, options.file)
-}
-
-fn note_of(identity: &str, file: Option<u64>) -> u64 {
-    let disk = fingerprint::of(identity.bytes());
-    file.map_or(disk, |file| disk & HALF | fingerprint::of(file.to_le_bytes()) & !HALF)
-}
-
-const HALF: u64 = !0 << 32;
-
-fn is_ours(info: &DeviceInfo, options: &UblkOptions) -> bool {
-    let is_earlier = |(identity, file): &(String, _)| info.note == note_of(identity, *file);
-    (info.note ^ fingerprint::of(options.identity.bytes())) & HALF == 0
-        || options.earlier.iter().any(is_earlier)
-}
-
-/// Returns whether the device was made for another file, which had the image's path then. (If a
-/// device was made without a known file, its lower half is the lower half of the disk's hash.)
-pub(super) fn is_other_file(info: &DeviceInfo, options: &UblkOptions) -> bool {
-    options.file.is_some()
-        && info.note != note(options)
-        && info.note != fingerprint::of(options.identity.bytes())
-}
 
 /// Returns the device that a server of this disk left, and the lock on its number. Returns no
 /// device if this server must make one.
@@ -315,17 +287,6 @@ mod tests {
 
     use super::super::params::params;
     use super::*;
-    use crate::vhost_user::QueueShape;
-
-    fn options(identity: &str, file: Option<u64>) -> UblkOptions {
-        UblkOptions {
-            id: None,
-            shape: QueueShape { queues: 1, size: 1 },
-            identity: identity.into(),
-            file,
-            earlier: Vec::new(),
-        }
-    }
 
     fn disk(bytes: u64, read_only: bool, cache: CacheMode) -> Disk {
         let options = DiskOptions {
@@ -388,13 +349,6 @@ mod tests {
     }
 
     #[test]
-    fn the_bits_of_a_disk_never_change() {
-        assert_eq!(note(&options("", None)), 0xcbf2_9ce4_8422_2325);
-        assert_eq!(note(&options("a", None)), 0xaf63_dc4c_8601_ec8c);
-        assert_eq!(note(&options("a", Some(1))), 0xaf63_dc4c_1d2a_efa4);
-    }
-
-    #[test]
     fn kernels_that_leave_vacant_queues_are_known_by_their_release() {
         for (release, leaves) in [
             ("6.1.0-42-cloud-amd64", false),
@@ -408,27 +362,5 @@ mod tests {
         ] {
             assert_eq!(leaves_vacant(release), leaves, "{release}");
         }
-    }
-
-    #[test]
-    fn the_bits_identify_the_disk_and_the_file() {
-        let device = |identity, file| DeviceInfo {
-            note: note(&options(identity, file)),
-            ..DeviceInfo::default()
-        };
-        let (first, second) = (options("/srv/a.img", Some(1)), options("/srv/a.img", Some(2)));
-        let of_first = device("/srv/a.img", Some(1));
-        assert!(is_ours(&of_first, &first) && !is_other_file(&of_first, &first));
-        assert!(is_ours(&of_first, &second) && is_other_file(&of_first, &second));
-        assert!(!is_ours(&device("/srv/b.img", Some(1)), &first));
-        // The disk got a name, and its image is now below an overlay.
-        let named =
-            UblkOptions { earlier: vec![("/srv/a.img".into(), Some(1))], ..options("a.img", None) };
-        assert!(is_ours(&of_first, &named) && !is_other_file(&of_first, &named));
-        assert!(!is_ours(&device("/srv/a.img", Some(2)), &named));
-        assert!(!is_ours(&of_first, &options("a.img", None)));
-        // If the device or the options have no file, files are not compared.
-        assert!(!is_other_file(&device("/srv/a.img", None), &first));
-        assert!(!is_other_file(&of_first, &options("/srv/a.img", None)));
     }
 }

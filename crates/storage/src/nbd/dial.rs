@@ -230,7 +230,7 @@ mod tests {
     use std::cell::Cell;
     use std::net::{Ipv4Addr, TcpListener};
 
-    use rustix::event::{PollFd, PollFlags};
+    use rustix::event::{PollFd, PollFlags, Timespec};
 
     use super::*;
 
@@ -261,7 +261,9 @@ mod tests {
         let address = listener.local_addr().unwrap();
         let _first = TcpStream::connect(address).unwrap();
         let mut queue = [PollFd::new(&listener, PollFlags::IN)];
-        rustix::event::poll(&mut queue, None).unwrap();
+        let limit = Timespec { tv_sec: 60, tv_nsec: 0 };
+        let ready = rustix::event::poll(&mut queue, Some(&limit)).unwrap();
+        assert_eq!(ready, 1, "the first connection does not arrive");
         let deadline = Instant::now() + Duration::from_millis(50);
         let error = connect_to_any(&[address], deadline).unwrap_err();
         assert_eq!(error.kind(), io::ErrorKind::TimedOut);

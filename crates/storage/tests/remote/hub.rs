@@ -10,10 +10,10 @@ use std::time::Instant;
 
 use blockyard_nbd::wire::{Headers, cmd};
 use blockyard_ring::{Executor, Segments};
-use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage};
+use blockyard_storage::Storage;
 
 use crate::server::{Server, done};
-use crate::{LONG, SOON, on_image, script};
+use crate::{LONG, SOON, on_image, open, run, script};
 
 const MB: usize = 1 << 20;
 /// Number of bytes that may be in the hub at a time.
@@ -75,9 +75,7 @@ fn the_copies_of_all_requests_take_bounded_memory() {
             }
         }),
     );
-    let options =
-        OpenOptions { nbd: LONG, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
-    let file = ImageFile::open(&options).unwrap();
+    let file = open(&server, LONG);
     let executor = Executor::new().unwrap();
     let handle = executor.handle().clone();
     let ended = Rc::new(Cell::new(0));
@@ -107,5 +105,5 @@ fn the_copies_of_all_requests_take_bounded_memory() {
             handle.yield_now().await;
         }
     };
-    executor.block_on(test).unwrap();
+    run(&executor, test);
 }

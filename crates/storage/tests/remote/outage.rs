@@ -13,7 +13,7 @@ use blockyard_ring::{Executor, GuestMemory, Region, Segments};
 use blockyard_storage::{CacheMode, ImageFile, OpenOptions, Storage};
 
 use crate::server::{SIZE, Server, done, good, simple};
-use crate::{SHORT, SOON, TALKING, is_pattern, on_image, script};
+use crate::{SHORT, SOON, TALKING, is_pattern, on_image, run, script};
 
 /// A flush fails during an outage that is longer than the time to connect again. It has lost
 /// nothing if the writes before it were flushed. It succeeds when the server is back.
@@ -110,24 +110,13 @@ fn a_server_that_takes_no_bytes_costs_bounded_time() {
         move |_, disk| disk.hasty = released.take(),
         script(|_, request, disk| Some(done(request, disk))),
     );
-    let options =
-        OpenOptions { nbd: SHORT, ..OpenOptions::new(server.uri(), false, CacheMode::None) };
-    let file = ImageFile::open(&options).unwrap();
-    let executor = Executor::new().unwrap();
-    let handle = executor.handle().clone();
-    let store = file.storage(&handle).unwrap();
-    handle.clone().spawn(async move {
-        handle.sleep(SOON).await;
-        handle.stop();
-    });
-    let test = async move {
+    on_image(&server, SHORT, async move |store| {
         store.write(Segments::buffer(SIZE as usize), 0, false).await.1.unwrap();
         let error = store.write(Segments::buffer(512), 0, false).await.1.unwrap_err().to_string();
         assert!(error.contains("has not answered for 8 s"), "{error}");
         assert!(store.lost().is_some(), "the first write was acknowledged");
         drop(release);
-    };
-    executor.block_on(test).expect("the second write hangs");
+    });
 }
 
 /// A front end has truncated the memory that a read fills. The server is not at fault, so its
@@ -161,6 +150,6 @@ fn a_read_into_truncated_memory_keeps_the_connection() {
             assert!(is_pattern(&segments, 8192));
             assert_eq!(connections.load(Ordering::SeqCst), 1);
         };
-        executor.block_on(test).unwrap();
+        run(&executor, test);
     }
 }

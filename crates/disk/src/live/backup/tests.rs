@@ -445,6 +445,16 @@ fn begin_hanging(
     (map, job)
 }
 
+/// Waits for the end of a job, and returns its result.
+fn result(job: JoinHandle<Result<(), WorkError>>) -> Result<(), WorkError> {
+    let begun = Instant::now();
+    while !job.is_finished() {
+        assert!(begun.elapsed() < HANGS, "the backup does not end");
+        std::thread::yield_now();
+    }
+    job.join().unwrap()
+}
+
 #[test]
 fn a_disk_with_a_backup_that_hangs_goes_on_and_can_be_closed() {
     let name = format!("blockyard-hanging-backup-{}", std::process::id());
@@ -468,7 +478,7 @@ fn a_disk_with_a_backup_that_hangs_goes_on_and_can_be_closed() {
     assert!(has_map());
     let writes = reactors.each_ref().map(|reactor| reactor.write(&disk, IN_MEMORY + MIB));
     assert_eq!(writes.map(answer), [Ok(()); 2]);
-    let error = job.join().unwrap().unwrap_err();
+    let error = result(job).unwrap_err();
     assert!(matches!(*error.why, Why::Late(_)), "{error}");
     assert!(!has_map());
     // The end of the disk ends it.
@@ -481,7 +491,7 @@ fn a_disk_with_a_backup_that_hangs_goes_on_and_can_be_closed() {
     }
     disk.end_work();
     assert_eq!(writes.map(answer), [Ok(()); 2]);
-    let error = job.join().unwrap().unwrap_err();
+    let error = result(job).unwrap_err();
     assert!(matches!(*error.why, Why::Ended), "{error}");
     assert!(!has_map());
     std::fs::remove_file(&path).unwrap();

@@ -5,7 +5,6 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use blockyard_image::qcow2::{self, CreateOptions, Header, Qcow2, Qcow2Options};
 use blockyard_image::{Alignment, CacheMode, ChainOptions, Image, Layer, Opener, Raw, Store};
@@ -16,34 +15,11 @@ use blockyard_storage::sim::{
 };
 
 use super::found::Found;
+use super::scratch::Scratch;
 use super::stage::{Stage, Target};
 use super::{Job, Plan, Tally};
 use crate::backend::Source;
 use crate::{Disk, DiskOptions};
-
-/// A folder that is removed with the test. It has the names, locks and records of the files.
-pub struct Scratch(PathBuf);
-
-impl Scratch {
-    fn new() -> Rc<Self> {
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let name = format!("blockyard-live-cuts-{}-{number}", std::process::id());
-        let folder = Path::new("/var/tmp").join(name);
-        std::fs::create_dir_all(&folder).unwrap();
-        Rc::new(Scratch(folder))
-    }
-
-    pub fn path(&self, name: &str) -> PathBuf {
-        self.0.join(name)
-    }
-}
-
-impl Drop for Scratch {
-    fn drop(&mut self) {
-        let _ = std::fs::remove_dir_all(&self.0);
-    }
-}
 
 fn name(path: &Path) -> String {
     path.file_name().unwrap_or_default().to_string_lossy().into()
