@@ -21,6 +21,7 @@
 pub mod daemon;
 pub mod gate;
 pub mod guest;
+mod hang;
 pub mod journals;
 pub mod pages;
 pub mod qmp;
@@ -157,7 +158,9 @@ pub fn run(command: &mut Command, limit: Duration) -> Finished {
     let mut child = command.spawn().unwrap_or_else(|e| panic!("starting {command:?}: {e}"));
     let (out, err) = (collect(child.stdout.take().unwrap()), collect(child.stderr.take().unwrap()));
     let status = wait(&mut child, limit);
+    let mut threads = String::new();
     if status.is_none() {
+        threads = hang::threads(child.id());
         end(&mut child);
     }
     // A process that it has started may still have its output.
@@ -166,7 +169,7 @@ pub fn run(command: &mut Command, limit: Duration) -> Finished {
         (Some(status), Ok(out), Ok(err)) => Finished { status, out, err },
         (None, out, err) => {
             let output = out.unwrap_or_default() + &err.unwrap_or_default();
-            panic!("{command:?} has not ended within {limit:?}\n{output}")
+            panic!("{command:?} has not ended within {limit:?}\n{output}\n{threads}")
         }
         (Some(status), ..) => panic!("{command:?} has ended ({status}), but not its output"),
     }
