@@ -1,4 +1,5 @@
-//! One thread that waits for clients on the listening sockets of all vhost-user and NBD exports.
+//! One thread that waits for clients on the listening sockets of vhost-user exports and of exports
+//! over stream sockets.
 //!
 //! ```text
 //!   listening sockets ──► epoll, one thread ──► the callback: starts a session's thread

@@ -5,8 +5,6 @@ use std::fmt;
 
 use blockyard_nbd::{NbdError, error};
 
-use crate::size::SizeError;
-
 /// Kinds of errors that callers distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ErrorKind {
@@ -56,11 +54,5 @@ impl From<NbdError> for StorageError {
             | error::NbdErrorKind::Unsuitable => ErrorKind::Refused,
         };
         StorageError { kind, source: error.into() }
-    }
-}
-
-impl From<SizeError> for StorageError {
-    fn from(error: SizeError) -> Self {
-        StorageError::new(ErrorKind::Name, error)
     }
 }

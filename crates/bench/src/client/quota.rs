@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Completions until the end. All loads that share a quota measure the same time, whatever the
-/// machine does meanwhile.
+/// Completions until the end. A load ends when it first looks at a quota that is spent. So all
+/// loads that share one end together, whatever the machine does meanwhile.
 #[derive(Debug)]
 pub struct Quota(AtomicU64);
 

@@ -4,7 +4,7 @@
 //! time. No call, reload or late addition changes the set of disks meanwhile, because the new
 //! server has read the configuration. A wait for such work has a limit.
 
-use std::sync::{MutexGuard, RwLockWriteGuard, TryLockError};
+use std::sync::{MutexGuard, RwLockWriteGuard};
 
 use blockyard_disk::SnapshotOptions;
 use blockyard_yard::{HeldOpenings, Job, JobKind, JobState};
@@ -24,13 +24,8 @@ pub struct Alone<'a> {
 
 impl<'a> Alone<'a> {
     pub fn of(server: &'a Server) -> Result<Self, NotNow> {
-        let _only = match server.hand_overs.only.try_lock() {
-            Ok(only) => only,
-            Err(TryLockError::Poisoned(only)) => only.into_inner(),
-            Err(TryLockError::WouldBlock) => {
-                return Err(NotNow("another hand-over runs".into()));
-            }
-        };
+        let only = server.hand_overs.try_alone();
+        let _only = only.ok_or_else(|| NotNow("another hand-over runs".into()))?;
         let not_ended = |what: &str| {
             let waits = server.waits.describe();
             NotNow(format!("{what} has not ended{waits}: try again later"))

@@ -8,7 +8,6 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::PoisonError;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail};
@@ -91,10 +90,10 @@ pub fn hand_over(
         Ok(done) => {
             let pid = Some(done.pid);
             server.events.publish(What::HandOverEnded { pid, error: None });
-            server.hand_overs.is_done.store(true, Ordering::SeqCst);
+            server.hand_overs.set_done();
             // The disks stay in the book, held, until this process ends.
             hand_over.away.drain(..).for_each(|away| std::mem::forget(away.held));
-            server.hand_overs.end.close();
+            server.hand_overs.end_wait();
         }
         Err(e) => {
             tracing::error!("the disks stay with this server: {e:#}");
@@ -162,7 +161,7 @@ impl<'a> HandOver<'a> {
             bail!("the new server is ready without disk \"{}\"", away.held.args().name());
         }
         // The caller that learns of the end must not reach this server again.
-        self.server.hand_overs.acceptance.get().inspect(|api| api.pause());
+        self.server.hand_overs.pause_api();
         self.server.hand_overs.is_decided();
         self.peer.send(&FromOld::Commit)?;
         let last = self.peer.receive_last(MESSAGE_TIME);
@@ -387,7 +386,7 @@ impl<'a> HandOver<'a> {
             tracing::error!("the new server does not end: end its process, {pid}: {e:#}");
         }
         // Before a wait without a limit: the operator must be able to ask this server.
-        self.server.hand_overs.acceptance.get().inspect(|api| api.resume());
+        self.server.hand_overs.resume_api();
         let nbd = || self.server.common.nbd.lock().unwrap_or_else(PoisonError::into_inner);
         // A new client would find no export of a disk that is not served again yet. Connections
         // that go on do not wait for this.

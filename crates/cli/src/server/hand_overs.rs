@@ -34,9 +34,9 @@ type Socket = Box<dyn Fn() -> io::Result<Parcel> + Send>;
 /// What a server needs to hand its disks over.
 pub struct HandOvers {
     /// Held during a hand-over: one at a time.
-    pub only: Mutex<()>,
+    only: Mutex<()>,
     /// Another server has the disks.
-    pub is_done: AtomicBool,
+    is_done: AtomicBool,
     /// This server ends, so nothing waits for the end of another one.
     is_ending: AtomicBool,
     /// The connection of the hand-over that runs, until the new server may serve.
@@ -45,9 +45,9 @@ pub struct HandOvers {
     changes: RwLock<()>,
     sockets: Mutex<Vec<(&'static str, Socket)>>,
     /// Of the API, if there is one.
-    pub acceptance: OnceLock<Acceptance>,
+    acceptance: OnceLock<Acceptance>,
     /// Ends the wait of the main thread for signals.
-    pub end: signal_hook::iterator::Handle,
+    end: signal_hook::iterator::Handle,
 }
 
 impl HandOvers {
@@ -69,6 +69,33 @@ impl HandOvers {
     /// Stores what pauses the API. A hand-over pauses it before the next server serves.
     pub fn pauses(&self, acceptance: &Acceptance) {
         let _ = self.acceptance.set(acceptance.clone());
+    }
+
+    pub fn pause_api(&self) {
+        self.acceptance.get().inspect(|api| api.pause());
+    }
+
+    pub fn resume_api(&self) {
+        self.acceptance.get().inspect(|api| api.resume());
+    }
+
+    /// Excludes other hand-overs. Returns `None` if one runs.
+    pub fn try_alone(&self) -> Option<MutexGuard<'_, ()>> {
+        match self.only.try_lock() {
+            Ok(only) => Some(only),
+            Err(TryLockError::Poisoned(only)) => Some(only.into_inner()),
+            Err(TryLockError::WouldBlock) => None,
+        }
+    }
+
+    /// Another server has the disks from now on.
+    pub fn set_done(&self) {
+        self.is_done.store(true, Ordering::SeqCst);
+    }
+
+    /// Ends the wait of the main thread for signals.
+    pub fn end_wait(&self) {
+        self.end.close();
     }
 
     /// Returns whether the next server accepts the calls of the API, or will in a moment.

@@ -82,7 +82,7 @@ impl Worker {
         let backing = self.chain()?.open_backing(&self.handle).await?;
         // This process has the backing image alone now. No disk can open it before the end of the
         // commit, so a disk that has it is inactive.
-        self.check_others(&others().ok_or(Unsuitable::UnknownDisks)?)?;
+        self.check_others(&others().ok_or(Why::UnknownDisks)?)?;
         let into = backing.image(&self.handle)?;
         let hold = into.hold_freed();
         // The disk may have adopted another size than the image has.

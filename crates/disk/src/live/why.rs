@@ -55,6 +55,8 @@ pub enum Why {
     Call(io::Error),
     #[error("cannot keep it for the next start: {0}")]
     StartRecord(io::Error),
+    #[error("the server does not say which disks it has")]
+    UnknownDisks,
     #[error(transparent)]
     Late(#[from] LateCopy),
     #[error(transparent)]
@@ -82,8 +84,6 @@ pub enum Unsuitable {
     NoFile,
     #[error("its image has {len} bytes already: refresh it")]
     Grown { len: u64 },
-    #[error("the server does not say which disks it has")]
-    UnknownDisks,
     #[error(
         "disk \"{other}\" needs image {} as it is, although no guest uses that disk now: make one \
          of the two disks independent of the image (`ctl stream`), or remove disk \"{other}\" and \

@@ -29,7 +29,8 @@ pub trait Protocol: 'static {
     const MOST_CLIENTS: usize = 128;
 
     /// Serves one client, until it has closed its connection. An error disconnects it, and the log
-    /// says why.
+    /// says why. While a request waits for space on the host, a client that has gone still counts:
+    /// the protocol receives nothing meanwhile.
     fn serve(connection: &Connection) -> impl Future<Output = io::Result<()>>;
 }
 
@@ -70,7 +71,6 @@ pub(super) struct Served<P> {
 impl<P: Protocol> OneDisk<P> {
     /// Accepts clients from now on.
     pub fn start(disk: Arc<Disk>, listener: Listener, reactors: Arc<Reactors>) -> io::Result<Self> {
-        disk.note_export(P::KIND);
         let (log, accepting) = (Log::default(), Accepting::new(P::MOST_CLIENTS));
         let shared = Arc::new(Shared { disk, log, accepting });
         let admitting = shared.clone();
@@ -78,6 +78,7 @@ impl<P: Protocol> OneDisk<P> {
             shared.accepting.listen(listener, &reactors, move |reactors, entrance| {
                 admitting.admit::<P>(reactors, entrance)
             })?;
+        shared.disk.note_export(P::KIND);
         Ok(OneDisk { shared, reactors, registration: Some(registration), protocol: PhantomData })
     }
 }
@@ -122,15 +123,18 @@ impl Shared {
     }
 
     fn attend<P: Protocol>(self: Arc<Self>, handle: &Handle, fd: Accepted) {
-        let enter = || {
-            let served = LocalDisk::local(handle, &self.disk)?;
-            Served::<P>::enter(handle, fd, served)
-        };
-        match enter() {
-            Ok(served) => drop(handle.spawn(async move { served.run(&self.log).await })),
+        let name = self.disk.name();
+        let served = match LocalDisk::local(handle, &self.disk) {
+            Ok(served) => served,
             Err(e) => {
-                self.log.warn(self.disk.name(), None, format_args!("cannot serve a client: {e}"));
+                // Its end closes what the client may have sent, which can block, on a thread.
+                drop(Socket::new(handle, fd));
+                return self.log.warn(name, None, format_args!("cannot open the image: {e}"));
             }
+        };
+        match Served::<P>::enter(handle, fd, served) {
+            Ok(served) => drop(handle.spawn(async move { served.run(&self.log).await })),
+            Err(e) => self.log.warn(name, None, format_args!("cannot serve a client: {e}")),
         }
     }
 }
@@ -140,11 +144,12 @@ impl<P: Protocol> Served<P> {
     pub fn enter(handle: &Handle, fd: Accepted, served: Rc<LocalDisk>) -> io::Result<Rc<Self>> {
         super::prepare(&fd);
         let client = Client::connected(&fd);
+        let socket = Socket::new(handle, fd)?;
         let counted = served.disk().client(P::KIND, client.id());
         let (wrote, has_ended) = Default::default();
         let connection = Connection {
             handle: handle.clone(),
-            socket: Socket::new(handle, fd)?,
+            socket,
             client,
             counted,
             budget: Budget::of(handle, served.disk()),

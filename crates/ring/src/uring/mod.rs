@@ -453,6 +453,65 @@ mod squeue_target {
     }
 }
 
+/// Evaluates the expression with the target's type of `io_uring`.
+macro_rules! with {
+    ($target:ident, |$fd:ident| $body:expr) => {
+        match $target {
+            squeue_target::Target::Fixed($fd) => $body,
+            squeue_target::Target::Fd($fd) => $body,
+        }
+    };
+}
+
+/// Builds the SQE of a read or write. `buffer`: the registered buffer that contains all of `iov`,
+/// or [`buffers::NONE`]. `rw_flags`: `None` for a read.
+#[inline]
+fn build_transfer(
+    (offset, rw_flags): (u64, Option<i32>),
+    iov: &[libc::iovec],
+    buffer: u16,
+    target: squeue_target::Target,
+) -> squeue::Entry {
+    let registered = buffer != buffers::NONE;
+    // A single segment needs no iovec import in the kernel.
+    let single = match iov {
+        [one] if registered || one.iov_len <= u32::MAX as usize => {
+            Some((one.iov_base.cast::<u8>(), one.iov_len as u32))
+        }
+        _ => None,
+    };
+    let (vector, count) = (iov.as_ptr(), iov.len() as u32);
+    match (rw_flags, registered, single) {
+        (None, true, Some((base, len))) => with!(target, |fd| {
+            opcode::ReadFixed::new(fd, base, len, buffer).offset(offset).build()
+        }),
+        (Some(flags), true, Some((base, len))) => with!(target, |fd| {
+            opcode::WriteFixed::new(fd, base, len, buffer).offset(offset).rw_flags(flags).build()
+        }),
+        (None, true, None) => with!(target, |fd| {
+            opcode::ReadvFixed::new(fd, vector, count, buffer).offset(offset).build()
+        }),
+        (Some(flags), true, None) => with!(target, |fd| {
+            opcode::WritevFixed::new(fd, vector, count, buffer)
+                .offset(offset)
+                .rw_flags(flags)
+                .build()
+        }),
+        (None, false, Some((base, len))) => {
+            with!(target, |fd| opcode::Read::new(fd, base, len).offset(offset).build())
+        }
+        (Some(flags), false, Some((base, len))) => with!(target, |fd| {
+            opcode::Write::new(fd, base, len).offset(offset).rw_flags(flags).build()
+        }),
+        (None, false, None) => {
+            with!(target, |fd| opcode::Readv::new(fd, vector, count).offset(offset).build())
+        }
+        (Some(flags), false, None) => with!(target, |fd| {
+            opcode::Writev::new(fd, vector, count).offset(offset).rw_flags(flags).build()
+        }),
+    }
+}
+
 /// Builds the SQE. `buffer`: the registered buffer that contains all of `iov`, or
 /// [`buffers::NONE`].
 fn build(
@@ -461,83 +520,35 @@ fn build(
     buffer: u16,
     target: squeue_target::Target,
 ) -> squeue::Entry {
-    use squeue_target::Target;
-    macro_rules! with {
-        (|$fd:ident| $body:expr) => {
-            match target {
-                Target::Fixed($fd) => $body,
-                Target::Fd($fd) => $body,
-            }
-        };
-    }
-    let registered = buffer != buffers::NONE;
     match action {
-        Action::Read { offset } if registered && iov.len() == 1 => {
-            let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);
-            with!(|fd| opcode::ReadFixed::new(fd, base, len, buffer).offset(offset).build())
+        Action::Read { offset } => build_transfer((offset, None), iov, buffer, target),
+        Action::Write { offset, rw_flags } => {
+            build_transfer((offset, Some(rw_flags)), iov, buffer, target)
         }
-        Action::Write { offset, rw_flags } if registered && iov.len() == 1 => {
-            let (base, len) = (iov[0].iov_base.cast_const().cast(), iov[0].iov_len as u32);
-            with!(|fd| opcode::WriteFixed::new(fd, base, len, buffer)
-                .offset(offset)
-                .rw_flags(rw_flags)
-                .build())
+        Action::Sync => {
+            with!(target, |fd| opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build())
         }
-        Action::Read { offset } if registered => {
-            with!(|fd| {
-                opcode::ReadvFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer)
-                    .offset(offset)
-                    .build()
-            })
-        }
-        Action::Write { offset, rw_flags } if registered => with!(|fd| {
-            opcode::WritevFixed::new(fd, iov.as_ptr(), iov.len() as u32, buffer)
-                .offset(offset)
-                .rw_flags(rw_flags)
-                .build()
-        }),
-        // A single segment needs no iovec import in the kernel.
-        Action::Read { offset } if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize => {
-            let (base, len) = (iov[0].iov_base.cast(), iov[0].iov_len as u32);
-            with!(|fd| opcode::Read::new(fd, base, len).offset(offset).build())
-        }
-        Action::Write { offset, rw_flags }
-            if iov.len() == 1 && iov[0].iov_len <= u32::MAX as usize =>
-        {
-            let (base, len) = (iov[0].iov_base.cast_const().cast(), iov[0].iov_len as u32);
-            with!(|fd| opcode::Write::new(fd, base, len).offset(offset).rw_flags(rw_flags).build())
-        }
-        Action::Read { offset } => {
-            with!(|fd| opcode::Readv::new(fd, iov.as_ptr(), iov.len() as u32)
-                .offset(offset)
-                .build())
-        }
-        Action::Write { offset, rw_flags } => with!(|fd| {
-            opcode::Writev::new(fd, iov.as_ptr(), iov.len() as u32)
-                .offset(offset)
-                .rw_flags(rw_flags)
-                .build()
-        }),
-        Action::Sync => with!(|fd| opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build()),
         Action::Fallocate { mode, offset, len } => {
-            with!(|fd| opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build())
+            with!(target, |fd| opcode::Fallocate::new(fd, len).offset(offset).mode(mode).build())
         }
         Action::Discard { offset, len } => {
             let mut bytes = [0; 16];
             bytes[..8].copy_from_slice(&len.to_ne_bytes());
-            with!(|fd| opcode::UringCmd16::new(fd, BLOCK_DISCARD)
+            with!(target, |fd| opcode::UringCmd16::new(fd, BLOCK_DISCARD)
                 .cmd(bytes)
                 .addr(Some(offset))
                 .build())
         }
         Action::Ublk(command) => {
             let (bytes, address) = command.encode(iov);
-            with!(|fd| opcode::UringCmd16::new(fd, command.op)
+            with!(target, |fd| opcode::UringCmd16::new(fd, command.op)
                 .cmd(bytes)
                 .addr(Some(address))
                 .build())
         }
-        Action::Readable => with!(|fd| opcode::PollAdd::new(fd, libc::POLLIN as u32).build()),
+        Action::Readable => {
+            with!(target, |fd| opcode::PollAdd::new(fd, libc::POLLIN as u32).build())
+        }
         Action::Poll { fd } => {
             opcode::PollAdd::new(Fd(fd), libc::POLLIN as u32).multi(true).build()
         }
