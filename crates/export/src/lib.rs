@@ -26,6 +26,8 @@ mod peer;
 mod placement;
 pub mod policy;
 mod reactors;
+#[cfg(test)]
+mod simulated;
 mod start;
 pub mod ublk;
 pub mod vhost_user;

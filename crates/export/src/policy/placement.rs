@@ -88,6 +88,7 @@ fn narrower(own: CpuSet, guest: CpuSet) -> Option<CpuSet> {
 
 #[cfg(test)]
 mod tests {
+    use super::super::seeded::Seeded;
     use super::*;
 
     fn set(cpus: &[usize]) -> CpuSet {
@@ -139,5 +140,41 @@ mod tests {
         assert_eq!(placement.moves(false, false), None);
         assert_eq!(counters.placement.get(), PlacementFigures { to_guest: 1, home: 1 });
         assert_eq!(placement.moves(true, false).copied(), Some(set(&[1])));
+    }
+    /// A long trace: the polling policy changes its mind at any time, and other queues that start
+    /// move the thread home. The thread is where the policy last wanted it, it moves only if it is
+    /// elsewhere, and never to a processor that is not its own.
+    #[test]
+    fn a_seeded_trace_moves_the_thread_only_if_it_must() {
+        for seed in 0..50 {
+            let mut seeded = Seeded(seed);
+            let mut random = |count: f64| (seeded.next() * count) as usize;
+            let some = [(); 2].map(|()| (0..8).filter(|_| random(3.0) > 0).collect::<Vec<_>>());
+            let [home, guest] = some.each_ref().map(|cpus| set(cpus));
+            let counters = Rc::<Counters>::default();
+            let mut placement = Placement::new(Some(home), Some(guest), counters.clone());
+            let both = some[0].iter().filter(|cpu| some[1].contains(cpu)).copied();
+            let both = set(&both.collect::<Vec<_>>());
+            let can_move = both.count() > 0 && both != home;
+            assert_eq!(placement.can_move(), can_move, "seed {seed}");
+            let (mut at, mut wants, mut expected) = (home, false, PlacementFigures::default());
+            for step in 0..5000 {
+                if random(20.0) == 0 {
+                    wants = !wants;
+                }
+                if random(50.0) == 0 && at != home {
+                    // Another queue starts.
+                    at = home;
+                    expected.home += 1;
+                }
+                let target = if wants && can_move { both } else { home };
+                let moves = placement.moves(wants, at != home).copied();
+                assert_eq!(moves, (at != target).then_some(target), "seed {seed}, step {step}");
+                expected.to_guest += u64::from(moves == Some(both) && at == home);
+                expected.home += u64::from(moves == Some(home));
+                at = target;
+                assert_eq!(counters.placement.get(), expected, "seed {seed}, step {step}");
+            }
+        }
     }
 }

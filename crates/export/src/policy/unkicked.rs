@@ -97,6 +97,7 @@ impl Looks {
 
 #[cfg(test)]
 mod tests {
+    use super::super::seeded::Seeded;
     use super::*;
 
     fn queue(start: Instant, now: Instant) -> Looks {
@@ -168,5 +169,53 @@ mod tests {
         let (now, idle) = (until, looks(&queue(start, start), until, until));
         let quick = looks(&quick, now, now + LONGEST);
         assert!(quick.contains(&idle[0]));
+    }
+    /// A long trace of bursts and pauses of any length, with several queues on one start. What the
+    /// module documentation says holds at each look, and for a request at any time.
+    #[test]
+    fn a_seeded_trace_keeps_the_bounds_of_waits_and_of_idle_looks() {
+        for seed in 0..50 {
+            let (mut seeded, start) = (Seeded(seed), Instant::now());
+            let mut between = |least: Duration, most: Duration| {
+                // Short times are as frequent as long ones.
+                least.mul_f64((most.as_secs_f64() / least.as_secs_f64()).powf(seeded.next()))
+            };
+            let first = between(SHORTEST, Duration::from_secs(10));
+            let (mut worked, mut now) = (start + first, start + first);
+            let queue = queue(start, now);
+            let (mut looks, mut idle_looks) = (0, 0);
+            for _ in 0..500 {
+                // The next request comes then, and a look finds it.
+                let request = now + between(Duration::from_micros(1), Duration::from_secs(2));
+                while now < request {
+                    let look = queue.next(now);
+                    looks += 1;
+                    let (pause, idle) = (look - now, now - worked);
+                    assert!(!pause.is_zero() && pause <= LONGEST, "seed {seed}: {pause:?}");
+                    assert!(pause <= (idle / PATIENCE).max(SHORTEST), "seed {seed}: {idle:?}");
+                    let period = queue.counters.looks.get().period.unwrap().value;
+                    assert!(pause <= period, "seed {seed}");
+                    let since = (look - start).as_nanos();
+                    assert_eq!(since % period.as_nanos(), 0, "seed {seed}: not with the others");
+                    // Idle for a while, it looks once in the longest period.
+                    let is_idle = idle >= LONGEST * PATIENCE;
+                    assert_eq!(is_idle, period == LONGEST, "seed {seed}: {idle:?}");
+                    idle_looks += u64::from(is_idle);
+                    now = look;
+                }
+                let waited = now - request;
+                let most = ((request - worked) / PATIENCE).max(SHORTEST).min(LONGEST);
+                assert!(waited <= most, "seed {seed}: {waited:?} of {most:?}");
+                worked = now;
+                queue.has_worked(now);
+            }
+            let figures = queue.counters.looks.get();
+            assert_eq!(figures.quick + figures.slower + figures.idle, looks, "seed {seed}");
+            assert_eq!(figures.idle, idle_looks, "seed {seed}");
+            // All pauses together: a look in each longest period, and the slowing down after work.
+            let (time, doublings) = ((now - start).as_secs_f64(), u64::from(PATIENCE * DOUBLINGS));
+            let most = (time / LONGEST.as_secs_f64()) as u64 + 500 * 2 * (doublings + 1);
+            assert!(looks <= most, "seed {seed}: {looks} looks in {time} s");
+        }
     }
 }

@@ -131,11 +131,7 @@ impl QueueHandle {
 
     /// Makes requests pass throttles without waiting from now on.
     pub fn drain(&self) {
-        self.with(|queue| {
-            if !queue.draining.replace(true) {
-                queue.served.suspend_for_next();
-            }
-        });
+        self.with(|queue| queue.drain());
     }
 
     /// Waits until the driver stops the device, and this queue ends with it.
@@ -150,14 +146,7 @@ impl QueueHandle {
 
     fn end(&self, f: impl FnOnce(&Rc<DeviceQueue>) + Send + 'static) {
         let key = self.key;
-        self.remote.ask(move |handle, reply| match DeviceQueues::find(handle, key) {
-            Some(queue) => {
-                *queue.waiting.borrow_mut() = Some(reply);
-                // A queue that has never fetched has no requests to wait for.
-                if queue.running.get() == 0 { queue.end() } else { f(&queue) }
-            }
-            None => reply.send(()),
-        });
+        self.remote.ask(move |handle, reply| DeviceQueue::reply_at_end(handle, key, reply, f));
     }
 
     fn with(&self, f: impl FnOnce(&Rc<DeviceQueue>) + Send + 'static) {
@@ -224,6 +213,24 @@ impl DeviceQueue {
             self.handle.spawn(task.run(self.clone(), first))
         });
         self.tasks.borrow_mut().extend(tasks);
+    }
+
+    /// Sends `reply` when the queue has ended. `f` may make it end.
+    fn reply_at_end(handle: &Handle, key: Key, reply: Reply<()>, f: impl FnOnce(&Rc<Self>)) {
+        match DeviceQueues::find(handle, key) {
+            Some(queue) => {
+                *queue.waiting.borrow_mut() = Some(reply);
+                // A queue that has never fetched has no requests to wait for.
+                if queue.running.get() == 0 { queue.end() } else { f(&queue) }
+            }
+            None => reply.send(()),
+        }
+    }
+
+    fn drain(&self) {
+        if !self.draining.replace(true) {
+            self.served.suspend_for_next();
+        }
     }
 
     fn leave(&self) {
@@ -370,3 +377,6 @@ async fn next(queue: &DeviceQueue, fetch: &mut Fetch) -> bool {
         None => false,
     }
 }
+
+#[cfg(test)]
+mod simulated;

@@ -18,7 +18,6 @@ use std::path::PathBuf;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use blockyard_disk::{Disk, Failure, LocalDisk, Op, Request, Status, Token};
 use blockyard_ring::xen::{Channel, Grants};
@@ -283,7 +282,7 @@ impl Queue {
             }
             if !self.wake.arm() {
                 if let Some(time) = held_back {
-                    self.handle.wake_at(Instant::now() + time);
+                    self.handle.wake_at(self.handle.read_clock() + time);
                 }
                 park().await;
             }
@@ -566,5 +565,7 @@ impl Queue {
     }
 }
 
+#[cfg(test)]
+mod simulated;
 #[cfg(test)]
 mod tests;

@@ -322,4 +322,125 @@ mod tests {
             assert!(part < most, "{part} with {each:?} and {pause:?}");
         }
     }
+    /// A random number from 0 to 1 (splitmix64).
+    fn random(state: &mut u64) -> f64 {
+        *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = *state;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) >> 11) as f64 / (1u64 << 53) as f64
+    }
+
+    /// A peer in a seeded trace, and what the trace has shown.
+    struct Trace {
+        policy: SlowCalls,
+        seed: u64,
+        now: Instant,
+        /// Time that slow calls of the reactor took.
+        spent: Duration,
+        /// The mode must last until then, if it is `Elsewhere`, and end then at the latest.
+        ends: Option<Instant>,
+        /// Number of calls since the reactor began to make them again, and of calls elsewhere.
+        calls: u32,
+        elsewhere: u64,
+        /// Whether the thread that makes calls elsewhere reports slow ones.
+        reports: bool,
+    }
+
+    impl Trace {
+        fn new(seed: u64) -> Self {
+            let (start, policy) = (Instant::now(), SlowCalls::default());
+            let (spent, ends, calls, elsewhere, reports) = Default::default();
+            Trace { policy, seed, now: start, spent, ends, calls, elsewhere, reports }
+        }
+
+        /// Makes a call that takes `took`, and waits for `pause`.
+        fn call(&mut self, took: Duration, pause: Duration) {
+            let (seed, mode) = (self.seed, self.policy.mode(self.now));
+            match self.ends {
+                Some(ends) if self.now < ends => {
+                    assert_eq!(mode, CallMode::Elsewhere, "seed {seed}: it returned too early");
+                }
+                Some(_) => {
+                    assert_eq!(mode, CallMode::Direct, "seed {seed}: it has not returned");
+                    (self.ends, self.calls) = (None, 0);
+                }
+                None => assert_ne!(mode, CallMode::Elsewhere, "seed {seed}: without a reason"),
+            }
+            self.now += took;
+            let slow = SlowCalls::is_slow(took);
+            let is_own = mode != CallMode::Elsewhere;
+            if is_own {
+                self.calls += 1;
+                self.spent += if slow { took } else { Duration::ZERO };
+            } else {
+                self.elsewhere += 1;
+            }
+            let reported = if is_own || self.reports { took } else { Duration::ZERO };
+            let becomes = self.policy.made(self.now, reported);
+            assert!(slow || becomes.is_none(), "seed {seed}: a fast call changed the mode");
+            if slow && (!is_own && self.reports || becomes == Some(CallMode::Elsewhere)) {
+                let pause = took.saturating_mul(PAUSE_FACTOR).min(MAX_PAUSE);
+                self.ends = self.ends.max(Some(self.now + pause));
+            }
+            self.now += pause;
+        }
+    }
+
+    /// Returns a time between two times. Short times are as frequent as long ones.
+    fn between(state: &mut u64, least: Duration, most: Duration) -> Duration {
+        least.mul_f64((most.as_secs_f64() / least.as_secs_f64()).powf(random(state)))
+    }
+
+    /// Peers that behave, that are on a busy host, and that are slow on purpose, one after another.
+    /// The mode lasts exactly as long as its slowest call says. A slow peer costs the reactor a
+    /// small part of its time.
+    #[test]
+    fn in_a_seeded_trace_slow_peers_are_found_and_calls_return_to_the_reactor() {
+        let us = Duration::from_micros;
+        for seed in 0..30 {
+            let (mut trace, mut state) = (Trace::new(seed), seed);
+            for _ in 0..30 {
+                let kind = (random(&mut state) * 3.0) as u32;
+                let each = between(&mut state, SLOW + us(10), 20 * MS);
+                let pause = between(&mut state, us(1), each);
+                (trace.calls, trace.elsewhere) = (0, 0);
+                trace.reports = random(&mut state) < 0.5;
+                let (began, before) = (trace.now, trace.spent);
+                for call in 0..3000 {
+                    match kind {
+                        // A peer that is slow on purpose, for at least half of the time.
+                        0 => trace.call(each, pause),
+                        // A host that interrupts a call now and then: slow calls take less than 1%.
+                        1 if call % 50 == 0 => trace.call(us(350), us(5)),
+                        1 => trace.call(us(5), us(1000)),
+                        // A peer that behaves.
+                        _ => trace.call(between(&mut state, us(1), SLOW), pause),
+                    }
+                }
+                match kind {
+                    // Each return to the reactor is found again after a few calls.
+                    0 => {
+                        let least = each - (each + pause) / SHARE;
+                        let most = 2 + ALLOWED.div_duration_f64(least).ceil() as u32;
+                        assert!(trace.calls <= most, "seed {seed}: {} calls", trace.calls);
+                        assert!(trace.elsewhere > 0, "seed {seed}: it was not found");
+                        let (time, spent) = (trace.now - began, trace.spent - before);
+                        let most = time.mul_f64(0.07) + ALLOWED + 2 * each;
+                        assert!(spent <= most, "seed {seed}: {spent:?} of {time:?}");
+                    }
+                    // After the mode of an earlier peer has ended, it does not come again.
+                    _ => {
+                        trace.now += MAX_PAUSE;
+                        for _ in 0..1000 {
+                            let slow = if kind == 1 { us(350) } else { SLOW };
+                            trace.call(slow, us(50_000));
+                        }
+                        assert_eq!(trace.policy.mode(trace.now + MS * 100), CallMode::Direct);
+                        assert_eq!(trace.ends, None, "seed {seed}: a peer that behaves was left");
+                    }
+                }
+            }
+        }
+    }
 }

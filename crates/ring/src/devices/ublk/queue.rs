@@ -29,6 +29,7 @@ use rustix::mm::{MapFlags, ProtFlags};
 
 use super::abi::{self, Descriptor, DeviceInfo};
 use super::control::character_device;
+use super::driver::{Driver, Started};
 use crate::mem::buffers::Refusal;
 use crate::mem::memory::{GuestMemory, Region};
 use crate::mem::segments::{RequestData, Segments};
@@ -43,6 +44,8 @@ use crate::uring::ublk_command::Command;
 pub struct Device {
     file: Arc<OwnedFd>,
     info: DeviceInfo,
+    /// The driver, if it is not the kernel's. Then `file` has only the descriptors.
+    driver: Option<Arc<Driver>>,
 }
 
 impl Device {
@@ -50,7 +53,15 @@ impl Device {
     pub fn open(info: &DeviceInfo) -> io::Result<Self> {
         let flags = rustix::fs::OFlags::RDWR | rustix::fs::OFlags::CLOEXEC;
         let file = rustix::fs::open(character_device(info.id), flags, rustix::fs::Mode::empty())?;
-        Ok(Device { file: Arc::new(file), info: *info })
+        Ok(Device { file: Arc::new(file), info: *info, driver: None })
+    }
+
+    pub(super) fn simulated(
+        descriptors: Arc<OwnedFd>,
+        info: &DeviceInfo,
+        driver: Arc<Driver>,
+    ) -> Self {
+        Device { file: descriptors, info: *info, driver: Some(driver) }
     }
 
     /// Returns the description of the device.
@@ -64,7 +75,7 @@ impl Device {
 }
 
 /// The request descriptors of a queue, written by the driver.
-struct Descriptors {
+pub(super) struct Descriptors {
     base: NonNull<Descriptor>,
     bytes: usize,
 }
@@ -91,7 +102,7 @@ impl Descriptors {
 
     /// Returns the offset of a queue's descriptors in the character device, and their bytes: whole
     /// host pages. The driver reserves space for the largest depth per queue.
-    fn place(depth: u16, queue: u16, page: usize) -> (u64, usize) {
+    pub(super) fn place(depth: u16, queue: u16, page: usize) -> (u64, usize) {
         let bytes =
             |depth: u16| (usize::from(depth) * size_of::<Descriptor>()).next_multiple_of(page);
         ((usize::from(queue) * bytes(abi::MAX_DEPTH)) as u64, bytes(depth))
@@ -239,7 +250,13 @@ impl Tag {
         }
         let entry = self.data.as_ref().map(|data| data.entry());
         let command = Command { op, queue: queue.number, tag: self.number, result, entry };
-        Fetch(queue.handle.operation(Action::Ublk(command), memory, queue.file.clone()))
+        Fetch(match &queue.device.driver {
+            None => {
+                let action = Action::Ublk(command);
+                Pending::Kernel(queue.handle.operation(action, memory, queue.file.clone()))
+            }
+            Some(driver) => Pending::Simulated(driver.start(command, memory)),
+        })
     }
 
     /// Returns the fetched request.
@@ -278,13 +295,22 @@ impl Tag {
 }
 
 /// A future request. If it is dropped, the command stays in the ring.
-pub struct Fetch(Operation);
+pub struct Fetch(Pending);
+
+enum Pending {
+    Kernel(Operation),
+    Simulated(Started),
+}
 
 impl Future for Fetch {
     type Output = io::Result<()>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        Pin::new(&mut self.0).poll(cx).map(|(result, _)| match result {
+        let operation = match &mut self.0 {
+            Pending::Kernel(operation) => operation,
+            Pending::Simulated(command) => return command.poll(cx),
+        };
+        Pin::new(operation).poll(cx).map(|(result, _)| match result {
             0 => Ok(()),
             error => Err(io::Error::from_raw_os_error(error.checked_neg().unwrap_or(libc::EIO))),
         })
@@ -306,7 +332,7 @@ mod tests {
         let second_word = u64::from(tag) * size_of::<Descriptor>() as u64 + 4;
         rustix::io::pwrite(&file, &sectors.to_ne_bytes(), second_word).unwrap();
         let info = DeviceInfo { queues: 1, depth: 4, max_io_bytes: 4096, ..DeviceInfo::default() };
-        let device = Device { file: Arc::new(file), info };
+        let device = Device { file: Arc::new(file), info, driver: None };
         let executor = Executor::new().unwrap();
         let queue = Queue::new(executor.handle(), &device, 0).unwrap();
         assert_eq!(queue.tag(tag).descriptor().unwrap().sectors, sectors);
