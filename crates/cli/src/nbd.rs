@@ -57,7 +57,7 @@ pub fn settings(args: &NbdArgs) -> anyhow::Result<ServerSettings> {
          --tls-certificates, or tls-certificates in [nbd]"
     );
     let open = |folder: &PathBuf| ServerTls::open(folder, required, args.tls_verify_peer);
-    let tls = args.tls_certificates.as_ref().map(open).transpose().map_err(anyhow::Error::msg)?;
+    let tls = args.tls_certificates.as_ref().map(open).transpose()?;
     let default = Limits::default();
     let limits = Limits {
         clients: args.max_clients.unwrap_or(default.clients),

@@ -53,7 +53,7 @@ impl Backend {
             }
             Source::Ram(memory) => Backend::Ram(Ram::new(handle, memory)),
             Source::Inactive(_) => Backend::Gone("no guest uses the disk".into()),
-            Source::Gone { why, .. } => Backend::Gone(why.clone()),
+            Source::Gone { why, .. } => Backend::Gone(why.to_string()),
         })
     }
 }

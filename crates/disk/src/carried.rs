@@ -121,3 +121,39 @@ impl Disk {
         self.before.get()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::io;
+
+    use crate::{Disk, DiskOptions, Source};
+
+    use super::*;
+
+    /// The device may report their loss to the first durable write, and only to that.
+    #[test]
+    fn what_an_earlier_server_wrote_counts_as_not_synced() {
+        let options = DiskOptions {
+            name: "taken over".into(),
+            serial: String::new(),
+            read_only: false,
+            cache: Default::default(),
+            filters: Vec::new(),
+            on_enospc: Default::default(),
+        };
+        let disk = Disk::new(options, Source::Null { size: 1 << 20 });
+        let lost = |disk: &Disk| disk.lost_others_with(&io::Error::other("lost"), disk.syncs());
+        assert!(!lost(&disk));
+        disk.continue_from(&Carried::default());
+        assert!(lost(&disk));
+        disk.begin_sync();
+        assert!(lost(&disk), "the sync may not have reported it yet");
+        disk.end_sync();
+        assert!(!lost(&disk));
+        // A write that began before a sync may have got the only report of a loss.
+        let before = disk.syncs();
+        disk.begin_sync();
+        disk.end_sync();
+        assert!(disk.lost_others_with(&io::Error::other("lost"), before));
+    }
+}

@@ -23,6 +23,7 @@ use crate::leaving::Leaving;
 use crate::observer::{DiskObserver, Observed};
 use crate::on_enospc::OnEnospc;
 use crate::once_a_second::OnceASecond;
+use crate::poison::{Poison, Unusable};
 use crate::request::Failure;
 use crate::statistics::Statistics;
 use crate::tracker::Tracker;
@@ -67,7 +68,7 @@ pub struct Disk {
     /// Number of bytes written to the page cache since the last sync.
     pub(crate) dirty: AtomicU64,
     /// Reason why writes fail; see [`Failure::Poisoned`].
-    poisoned: OnceLock<String>,
+    poisoned: OnceLock<Poison>,
     /// The image and its reactors. Control threads use this, and reactors when they open the disk;
     /// no request does.
     serving_state: Mutex<ServingState>,
@@ -256,18 +257,18 @@ impl Disk {
         Ok((self.capacity.swap(new, Ordering::Relaxed) != new).then_some(new))
     }
 
-    pub fn poisoned(&self) -> Option<&str> {
-        self.poisoned.get().map(String::as_str)
+    pub fn poisoned(&self) -> Option<&Poison> {
+        self.poisoned.get()
     }
 
     /// Returns why the disk accepts no writes, or no requests, until its image is opened again: it
     /// is poisoned, or a resize has lost the image.
-    pub fn unusable(&self) -> Option<String> {
+    pub fn unusable(&self) -> Option<Unusable> {
         let lost = || match self.source() {
-            Source::Gone { why, .. } => Some(why),
+            Source::Gone { why, .. } => Some(why.into()),
             _ => None,
         };
-        self.poisoned().map(String::from).or_else(lost)
+        self.poisoned().cloned().map(Unusable::from).or_else(lost)
     }
 
     /// Records an acknowledged write. Writes the flag only if it is not set yet, so that reactors
@@ -348,13 +349,10 @@ impl Disk {
         }
     }
 
-    pub(crate) fn poison(&self, what: &str, error: &io::Error) {
-        let reason = format!(
-            "{what} failed ({error}): writes acknowledged since the last successful flush may be \
-             lost, so this disk accepts no more writes until its image is opened again"
-        );
-        if self.poisoned.set(reason).is_ok() {
-            tracing::error!(disk = self.name(), "{}", self.poisoned().unwrap_or_default());
+    pub(crate) fn poison(&self, what: &'static str, error: &io::Error) {
+        let poison = Poison::new(what, error);
+        if self.poisoned.set(poison.clone()).is_ok() {
+            tracing::error!(disk = self.name(), "{poison}");
             self.report_change();
         }
     }

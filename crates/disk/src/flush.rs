@@ -164,8 +164,10 @@ mod tests {
         assert_eq!(counted_by.counted(), FlushFigures { requested: 10, syncs: 2 });
     }
 
-    #[test]
-    fn flushes_that_waited_for_a_failed_sync_run_a_sync_of_their_own() {
+    /// Returns the answers of flushes, and the number of syncs. The first flush begins a sync. The
+    /// others wait for it, so they share the second sync. `fails`: the number of the sync that
+    /// fails.
+    fn three_flushes(fails: u32) -> (Vec<Result<(), &'static str>>, u32) {
         use blockyard_storage::sim::{Sim, yield_now};
 
         let (sim, group, syncs) =
@@ -182,7 +184,7 @@ mod tests {
                     for _ in 0..10 {
                         yield_now().await;
                     }
-                    if number == 1 { Err("the first sync fails") } else { Ok(()) }
+                    if number == fails { Err("this sync fails") } else { Ok(()) }
                 };
                 group.flush(sync).await
             })
@@ -195,10 +197,37 @@ mod tests {
             }
             answers
         });
-        assert_eq!(
-            (answers.unwrap(), syncs.get()),
-            (vec![Err("the first sync fails"), Ok(()), Ok(())], 2)
-        );
+        (answers.unwrap(), syncs.get())
+    }
+
+    #[test]
+    fn flushes_that_waited_for_a_failed_sync_run_a_sync_of_their_own() {
+        let failed = Err("this sync fails");
+        assert_eq!(three_flushes(1), (vec![failed, Ok(()), Ok(())], 2));
+        // One of the two that share the second sync runs it, and the other one must not succeed by
+        // it.
+        let (answers, syncs) = three_flushes(2);
+        assert_eq!(answers.iter().filter(|answer| answer.is_err()).count(), 1, "{answers:?}");
+        assert_eq!((answers[0], syncs), (Ok(()), 3));
+    }
+
+    /// The numbers of an earlier server's syncs cover no write of this one.
+    #[test]
+    fn the_first_flush_after_a_hand_over_syncs() {
+        use blockyard_storage::sim::Sim;
+
+        let (group, syncs) = (FlushGroup::default(), Rc::new(Cell::new(0)));
+        group.continue_from(9, 5);
+        let counted = syncs.clone();
+        let flushed = Sim::new(1).block_on(async move {
+            let sync = async || {
+                counted.set(counted.get() + 1);
+                Ok::<_, ()>(())
+            };
+            (group.flush(sync).await, group.counted())
+        });
+        let figures = FlushFigures { requested: 10, syncs: 6 };
+        assert_eq!((flushed.unwrap(), syncs.get()), ((Ok(()), figures), 1));
     }
 
     trait WaitThenOk {

@@ -37,6 +37,7 @@ mod observer;
 mod on_enospc;
 mod once_a_second;
 mod pause;
+mod poison;
 mod quiesce;
 mod quiesce_error;
 mod quiesced;
@@ -62,6 +63,7 @@ pub use live::{BackupOptions, SnapshotOptions, StartRecord, Unsuitable, Why, Wor
 pub use local_disk::{LocalDisk, Run};
 pub use observer::{ClientId, DiskObserver};
 pub use on_enospc::{OnEnospc, UnknownOnEnospc};
+pub use poison::{LostImage, Poison, Unusable};
 pub use quiesce_error::QuiesceError;
 pub use request::{Failure, Finished, Op, Request, Status, Token, dropped_requests};
 pub use statistics::{Counts, DiskCounts, Latencies, OpKind, Statistics, StatisticsState, Summary};

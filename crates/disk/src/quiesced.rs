@@ -24,6 +24,7 @@ use crate::backend::Source;
 use crate::current_image::CurrentImage;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
+use crate::poison::LostImage;
 use crate::quiesce_error::{PATIENCE, QuiesceError};
 use crate::replies::{Replier, replies};
 use crate::tracker::Tracker;
@@ -42,8 +43,10 @@ impl Disk {
     /// Quiesces the disk: waits until no request is in flight. `purpose` appears in the log.
     /// `handle`: the reactor of the caller's task. It must not be one that other tasks block.
     ///
-    /// Only one quiesce may run at a time: the caller holds the lock of [`Disk::begin_work`].
-    pub(crate) async fn quiesce_on(
+    /// Only one quiesce may run at a time: the caller holds the lock of [`Disk::begin_work`]. Other
+    /// crates call this in tests only.
+    #[doc(hidden)]
+    pub async fn quiesce_on(
         self: &Arc<Self>,
         handle: &Handle,
         purpose: &'static str,
@@ -111,12 +114,11 @@ impl QuiescedDisk {
     }
 
     /// Makes every later request fail, because no image is left to serve. `why` explains it.
-    pub async fn lose(&self, why: &str) {
-        let why = why.to_string();
+    pub(crate) async fn lose(&self, why: LostImage) {
         self.disk.serving_state().source =
             Source::Gone { size: self.disk.capacity(), why: why.clone() };
         let lost = self.each(move |local_disk, _, reply| {
-            local_disk.exchange(Rc::new(CurrentImage::gone(&io::Error::other(why.clone()))));
+            local_disk.exchange(Rc::new(CurrentImage::gone(&io::Error::other(why.to_string()))));
             reply.send(Ok(()));
         });
         let _ = lost.await;

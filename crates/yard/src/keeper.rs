@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, SyncSender};
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use blockyard_disk::{Disk, ImagePaths};
+use blockyard_disk::{Disk, ImagePaths, Unusable};
 use blockyard_image::Opener;
 use blockyard_ring::pool::{Pool, Refused};
 
@@ -99,7 +99,7 @@ pub struct DiskInfo {
     /// Time after which the requests of a drained disk go on without a call.
     pub drain_left: Option<Duration>,
     /// Why the disk accepts no writes, or no requests, until its image is opened again.
-    pub poisoned: Option<String>,
+    pub unusable: Option<Unusable>,
     /// Whether the image is closed because no guest uses the disk.
     pub is_inactive: bool,
 }
@@ -109,7 +109,7 @@ impl DiskInfo {
     pub fn opening(name: String) -> Self {
         let (image, top, images, paths, ways) = Default::default();
         let (capacity, is_read_only, paused, is_drained) = Default::default();
-        let (drain_left, poisoned, is_inactive) = Default::default();
+        let (drain_left, unusable, is_inactive) = Default::default();
         let state = DiskState::Opening;
         DiskInfo {
             name,
@@ -124,7 +124,7 @@ impl DiskInfo {
             paused,
             is_drained,
             drain_left,
-            poisoned,
+            unusable,
             is_inactive,
         }
     }
@@ -404,7 +404,7 @@ impl Entry {
             paused: disk.paused(),
             is_drained: drain.is_drained,
             drain_left: drain.left(),
-            poisoned: disk.unusable(),
+            unusable: disk.unusable(),
             is_inactive: disk.is_inactive(),
         }
     }

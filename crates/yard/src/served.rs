@@ -200,7 +200,7 @@ impl ServedDisk {
     /// Returns why another server cannot continue the disk now.
     pub fn obstacle(&self, context: &Context, opener: &Opener) -> Option<Obstacle> {
         if let Some(why) = self.disk.poisoned() {
-            return Some(Obstacle::WritesMayBeLost(why.into()));
+            return Some(Obstacle::WritesMayBeLost(why.clone()));
         }
         let image = &self.settings.image.path;
         let scheme = Source::scheme_of(image).filter(|_| self.settings.image.given.is_none());

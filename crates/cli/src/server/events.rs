@@ -279,7 +279,7 @@ impl Follower {
         if let Some(why) = disk.poisoned()
             && !std::mem::replace(&mut known.is_poisoned, true)
         {
-            self.log.publish(What::DiskPoisoned { disk: name(), why: why.into() });
+            self.log.publish(What::DiskPoisoned { disk: name(), why: why.to_string() });
         }
         let now = disk.drain_state();
         let before = std::mem::replace(&mut known.drain, now);

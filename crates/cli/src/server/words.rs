@@ -187,7 +187,7 @@ pub fn row(disk: DiskInfo) -> DiskRow {
         exports: disk.ways,
         paused: disk.paused,
         drained: disk.is_drained,
-        poisoned: disk.poisoned,
+        poisoned: disk.unusable.map(|why| why.to_string()),
         inactive: disk.is_inactive,
     }
 }

@@ -10,6 +10,7 @@ use blockyard_storage::SizeError;
 
 use super::delay::{Model, ModelError};
 use crate::layer_files::LayerFiles;
+use crate::poison::LostImage;
 
 /// An open back end before a reactor uses it. All reactors may share it.
 #[derive(Clone, Debug)]
@@ -35,7 +36,7 @@ pub enum Source {
     /// The image was lost during an exchange: every request fails.
     Gone {
         size: u64,
-        why: String,
+        why: LostImage,
     },
 }
 

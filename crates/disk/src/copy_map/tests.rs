@@ -123,6 +123,22 @@ fn parts_for_which_requests_wait_are_copied_first() {
     });
 }
 
+/// A request may have changed a part since it was copied.
+#[test]
+fn a_run_in_order_ends_before_a_part_that_was_urgent() {
+    run(async |handle| {
+        let map = Rc::new(new_map(MIB));
+        let ended = request(&handle, &map, 2 * PART, 1);
+        handle.yield_now().await;
+        let urgent = map.next_run().unwrap();
+        map.copied(&urgent);
+        handle.yield_now().await;
+        assert!(ended.get().is_some());
+        let rest: Vec<_> = std::iter::from_fn(|| map.next_run()).map(|run| run.range).collect();
+        assert_eq!(rest, [0..2 * PART, 3 * PART..MIB]);
+    });
+}
+
 #[test]
 fn a_request_that_waits_too_long_ends_the_map_for_all() {
     run(async |handle| {

@@ -25,6 +25,7 @@ use crate::backend::Source;
 use crate::dirty::DirtyMap;
 use crate::disk::Disk;
 use crate::local_disk::LocalDisk;
+use crate::poison::LostImage;
 use crate::quiesce_error::QuiesceError;
 use crate::quiesced::QuiescedDisk;
 use crate::tracker::Tracker;
@@ -171,8 +172,7 @@ impl Commit<'_> {
         if let Err(why) = &opened {
             // The reactors' metadata of the topmost image is no longer valid.
             tracing::error!(disk = disk.name(), "commit: the image cannot be opened again: {why}");
-            let why = format!("the image could not be opened again after a commit: {why}");
-            quiesced.lose(&why).await;
+            quiesced.lose(LostImage { work: "commit", why: why.to_string() }).await;
         }
         Done { reopened: opened.is_ok(), result: opened.and(emptied.map_err(Why::from)) }
     }

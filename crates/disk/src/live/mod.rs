@@ -88,7 +88,7 @@ impl Work {
 }
 
 fn check_not_poisoned(disk: &Disk) -> Result<(), Why> {
-    disk.poisoned().map_or(Ok(()), |why| Err(Why::Poisoned(why.into())))
+    disk.poisoned().map_or(Ok(()), |why| Err(Why::Poisoned(why.clone())))
 }
 
 /// Returns an error if no image is open, or if it was lost.

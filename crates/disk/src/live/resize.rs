@@ -18,6 +18,7 @@ use blockyard_image::{Chain, ChainError, ImageError, ImageFile, Raw};
 use super::{Kind, Unsuitable, Why, WorkError, Worker};
 use crate::backend::Source;
 use crate::disk::Disk;
+use crate::poison::LostImage;
 use crate::quiesced::QuiescedDisk;
 
 impl Disk {
@@ -80,8 +81,7 @@ impl Worker {
         let opened = self.exchange_top(chain, quiesced).await;
         if let Err(why) = &opened {
             tracing::error!(disk = self.disk.name(), "the image cannot be opened again: {why}");
-            let why = format!("the image could not be opened again after a resize: {why}");
-            quiesced.lose(&why).await;
+            quiesced.lose(LostImage { work: "resize", why: why.to_string() }).await;
         }
         opened
     }

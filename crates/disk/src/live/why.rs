@@ -10,6 +10,7 @@ use crate::backend::SourceError;
 use crate::copy_map::LateCopy;
 use crate::disk::Disk;
 use crate::image_files::PathError;
+use crate::poison::{LostImage, Poison};
 use crate::quiesce_error::QuiesceError;
 use crate::request::Failure;
 
@@ -34,12 +35,10 @@ pub enum Why {
     Ended,
     #[error("the operator cancelled it")]
     Cancelled,
-    /// A flush has failed: the disk accepts no more writes. The text says what has failed.
-    #[error("{0}")]
-    Poisoned(String),
-    /// An earlier work has lost the image. The text says how.
-    #[error("{0}")]
-    Lost(String),
+    #[error(transparent)]
+    Poisoned(#[from] Poison),
+    #[error(transparent)]
+    Lost(#[from] LostImage),
     #[error(transparent)]
     Unsuitable(#[from] Unsuitable),
     #[error("a flush failed")]

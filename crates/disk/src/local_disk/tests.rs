@@ -7,6 +7,7 @@ use super::*;
 use crate::backend::Source;
 use std::cell::Cell;
 use std::path::PathBuf;
+use std::pin::pin;
 use std::sync::atomic::AtomicU64;
 use std::task::Poll;
 
@@ -138,7 +139,7 @@ fn a_failed_sync_poisons_the_disk() {
             }
             assert_eq!(ask(&served, Op::Read, 0, 512).await, Ok(()));
             assert_eq!(served.flush_unsynced().await, POISONED);
-            assert!(served.disk().poisoned().unwrap().contains("Input/output error"));
+            assert!(served.disk().poisoned().unwrap().to_string().contains("Input/output error"));
         });
     }
 }
@@ -153,7 +154,7 @@ fn a_flush_without_an_image_fails_and_does_not_poison_the_disk() {
             served.disk().unsynced.store(unsynced, Ordering::SeqCst);
             assert_eq!(ask(&served, Op::Flush, 0, 0).await, Err(Failure::Io));
             assert_eq!(served.flush_always().await, Err(Failure::Io));
-            assert_eq!(served.disk().poisoned(), None);
+            assert!(served.disk().poisoned().is_none());
             assert_eq!(served.disk().unsynced.load(Ordering::SeqCst), unsynced);
         }
     });
@@ -237,7 +238,7 @@ fn a_failed_flush_that_loses_nothing_does_not_poison_the_disk() {
         assert!(served.disk().unsynced.load(Ordering::SeqCst));
         sim.fail(Fault::new(SimOp::Write, 5));
         assert_eq!(ask(&served, DURABLE, 512, 512).await, Err(Failure::Io));
-        assert_eq!(served.disk().poisoned(), None);
+        assert!(served.disk().poisoned().is_none());
         assert_eq!(ask(&served, WRITE, 512, 512).await, Ok(()));
         assert_eq!(ask(&served, Op::Flush, 0, 0).await, Ok(()));
         assert!(!served.disk().unsynced.load(Ordering::SeqCst));
@@ -303,6 +304,26 @@ fn a_durable_write_that_fails_beside_a_flush_fails_the_flush() {
         (written, flush.await, ask(&served, WRITE, 512, 512).await)
     });
     assert_eq!(answers.unwrap(), (POISONED, POISONED, POISONED));
+}
+
+/// The kernel may have lost the data of a write that it has not finished yet.
+#[test]
+fn no_request_in_flight_is_acknowledged_when_the_disk_is_poisoned() {
+    let is_pending = async |request: &mut std::pin::Pin<&mut dyn Future<Output = Status>>| {
+        std::future::poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx).is_pending())).await
+    };
+    let (_, served, may_sync) = odd(false);
+    run(async move {
+        let mut write = pin!(ask(&served, WRITE, 0, 512));
+        assert!(is_pending(&mut (write.as_mut() as _)).await);
+        may_sync.set(false);
+        // An operator's flush, and that of a client that disconnects, have no other check.
+        let mut flush = pin!(served.flush_always());
+        assert!(is_pending(&mut (flush.as_mut() as _)).await);
+        served.disk().poison("a test", &io::Error::other("lost"));
+        may_sync.set(true);
+        assert_eq!((write.await, flush.await), (POISONED, POISONED));
+    });
 }
 
 /// In the page cache durable writes share syncs, and no two syncs run at the same time: the kernel

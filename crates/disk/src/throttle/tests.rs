@@ -205,6 +205,42 @@ fn the_token_of_a_request_that_stops_waiting_is_not_used_again() {
     executor.block_on(test).unwrap();
 }
 
+/// A queue may stop between the grant of a request and the next iteration.
+#[test]
+fn a_request_that_stops_waiting_after_its_grant_leaves_its_room() {
+    let executor = Executor::simulated().unwrap();
+    let handle = executor.handle().clone();
+    let test = async move {
+        let host = Host::default();
+        let disk = || {
+            let share = host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+            Throttle::new(share, Some(handle.clone()), false)
+        };
+        let (polite, busy) = (disk(), disk());
+        let held = polite.enter(&READ, polite.arrive()).await;
+        let mut rounds = Vec::new();
+        for _ in 0..5 {
+            let mut admitted = Vec::new();
+            let waiting = loop {
+                let mut request = Box::pin(busy.enter(&READ, busy.arrive()));
+                match poll_fn(|cx| Poll::Ready(request.as_mut().poll(cx))).await {
+                    Poll::Ready(admission) => admitted.push(admission),
+                    Poll::Pending => break request,
+                }
+                assert!(admitted.len() < 100_000, "the window admits everything");
+            };
+            rounds.push(admitted.len());
+            // The end of the others grants it.
+            drop(admitted);
+            drop(waiting);
+        }
+        // The window of the first round is that of a new device.
+        assert_eq!(rounds[1..], [rounds[1]; 4]);
+        drop(held);
+    };
+    executor.block_on(test).unwrap();
+}
+
 /// On flash, each of two interleaved streams is sequential. The heads of a rotational device seek
 /// between them.
 #[test]

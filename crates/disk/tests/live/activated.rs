@@ -67,7 +67,7 @@ fn a_drain_or_backup_of_an_inactive_disk_is_refused_and_changes_nothing() {
         assert!(error.contains("no guest runs"), "{error}");
     }
     assert!(!copy.target.exists());
-    assert_eq!(disk.poisoned(), None);
+    assert!(disk.poisoned().is_none());
     disk.activate(|| true).unwrap();
     assert!(!disk.is_inactive());
 }

@@ -2,13 +2,13 @@
 
 use std::path::PathBuf;
 
-use blockyard_disk::{PathError, SourceError};
+use blockyard_disk::{PathError, Poison, SourceError};
 
 /// Why a disk cannot be handed over now.
 #[derive(Debug, thiserror::Error)]
 pub enum Obstacle {
     #[error("writes may be lost, so it must be reopened: {0}")]
-    WritesMayBeLost(String),
+    WritesMayBeLost(Poison),
     #[error("its data are in the memory of this server")]
     DataInMemory,
     #[error("its target has started before its rings: use --activation start")]
