@@ -14,7 +14,7 @@ use std::sync::Arc;
 use std::sync::mpsc::RecvTimeoutError;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use crate::error::{Context, Error, ErrorKind::Late, Result, ensure};
 use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags};
 use vhost::vhost_user::message::{
     FrontendReq, VhostUserConfigFlags, VhostUserHeaderFlag, VhostUserInflight,
@@ -141,8 +141,8 @@ impl Connection {
 
     /// Connects. Waits at most `limit` if the back end's backlog is full.
     pub fn open_within(path: &Path, limit: Duration) -> Result<Self> {
-        let socket = connect(path, limit)
-            .with_context(|| format!("cannot connect to {}", path.display()))?;
+        let socket =
+            connect(path, limit).context(format!("cannot connect to {}", path.display()))?;
         let frontend = Frontend::from_stream(socket.try_clone()?, QUEUES_MAX);
         Ok(Connection {
             frontend,
@@ -166,7 +166,8 @@ impl Connection {
         self.frontend.set_owner().context("SET_OWNER")?;
         self.offered = self.frontend.get_features().context("GET_FEATURES")?;
         let missing = required & !self.offered;
-        anyhow::ensure!(missing == 0, "the back end does not offer {}", feature::names(missing));
+        let names = feature::names(missing);
+        ensure!(missing == 0, NotOffered, "the back end does not offer {names}");
         self.features = (wanted | required) & self.offered;
         if self.features & feature::PROTOCOL_FEATURES != 0 {
             self.offered_protocol =
@@ -292,12 +293,13 @@ impl Connection {
         let mut reply = [0; HEADER + 8];
         (&self.socket).read_exact(&mut reply)?;
         let (head, value) = reply.split_at(HEADER);
-        anyhow::ensure!(
+        ensure!(
             head[..4] == request.to_le_bytes(),
+            Protocol,
             "the back end replied to another message"
         );
         let value = u64::from_le_bytes(value.try_into()?);
-        anyhow::ensure!(value == 0, "the back end refused message {request} ({value})");
+        ensure!(value == 0, Refused, "the back end refused message {request} ({value})");
         Ok(())
     }
 
@@ -306,8 +308,9 @@ impl Connection {
         let mut space = [std::mem::MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(32))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         if !fds.is_empty() {
-            anyhow::ensure!(
+            ensure!(
                 control.push(SendAncillaryMessage::ScmRights(fds)),
+                Usage,
                 "more than 32 descriptors"
             );
         }
@@ -341,12 +344,9 @@ impl Connection {
         drop(done);
         let late = guard.join().unwrap_or(false);
         if late {
-            result.with_context(|| {
-                format!(
-                    "the back end has not replied for {limit:?}; another client may be connected \
-                     to it"
-                )
-            })
+            let what = "another client may be connected to it";
+            let late = format!("the back end has not replied for {limit:?}; {what}");
+            result.context(late).map_err(|error| error.of_kind(Late))
         } else {
             result
         }
@@ -371,7 +371,8 @@ fn connect(path: &Path, limit: Duration) -> Result<UnixStream> {
         match rustix::net::connect(&socket, &SocketAddrUnix::new(path)?) {
             Err(rustix::io::Errno::INTR) => {}
             Err(rustix::io::Errno::AGAIN) => {
-                anyhow::bail!("the back end accepted no connection for {limit:?}")
+                let what = format!("the back end accepted no connection for {limit:?}");
+                return Err(Error::new(Late, what));
             }
             result => break result?,
         }
@@ -402,7 +403,8 @@ mod tests {
         let limit = Duration::from_millis(20);
         let mut waiting = Connection::open_within(&path, limit).unwrap();
         let silent = waiting.within(limit, |c| c.negotiate(0, 0, PROTOCOL)).unwrap_err();
-        assert!(format!("{silent:#}").contains("another client may be connected"), "{silent:#}");
+        assert_eq!(silent.kind(), Late);
+        assert!(silent.to_string().contains("another client may be connected"), "{silent:?}");
         let mut others = Vec::new();
         let full = loop {
             match Connection::open_within(&path, limit) {
@@ -411,7 +413,8 @@ mod tests {
             }
             assert!(others.len() < 8, "the backlog is never full");
         };
-        assert!(format!("{full:#}").contains("accepted no connection for 20ms"), "{full:#}");
+        assert_eq!(full.kind(), Late);
+        assert!(format!("{full:?}").contains("accepted no connection for 20ms"), "{full:?}");
         std::fs::remove_dir_all(&folder).unwrap();
     }
 

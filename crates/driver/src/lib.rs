@@ -18,6 +18,7 @@
 pub mod connection;
 #[cfg(test)]
 mod device;
+mod error;
 pub mod memory;
 pub mod packed;
 pub mod queue;
@@ -27,6 +28,7 @@ pub mod split;
 pub mod xen;
 
 pub use connection::{BlockConfig, Connection, Inflight, RingSetup};
+pub use error::{Error, ErrorKind};
 pub use memory::Memory;
 pub use packed::PackedRing;
 pub use queue::{Data, Queue, RequestQueue};

@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsRawFd, OwnedFd};
 
-use anyhow::{Context, Result};
+use crate::error::{Error, ErrorKind, Result};
 use blockyard_ring::{GuestMemory, Region, SharedSlice};
 use vhost::VhostUserMemoryRegionInfo;
 
@@ -35,9 +35,12 @@ impl Memory {
     pub fn take(&mut self, len: u64, align: u64) -> Result<u64> {
         let start = self.taken.next_multiple_of(align);
         let end = start.checked_add(len).filter(|end| *end <= self.len);
-        self.taken = end.with_context(|| {
-            format!("the guest's memory of {} bytes has no room for {len} more", self.len)
-        })?;
+        let full = || {
+            let what =
+                format!("the guest's memory of {} bytes has no room for {len} more", self.len);
+            Error::new(ErrorKind::Usage, what)
+        };
+        self.taken = end.ok_or_else(full)?;
         Ok(GUEST_BASE + start)
     }
 

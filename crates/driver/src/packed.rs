@@ -8,7 +8,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use anyhow::Result;
+use crate::error::{Result, ensure};
 use blockyard_ring::SharedSlice;
 
 use super::ring::{
@@ -104,7 +104,7 @@ impl Ring for PackedRing {
     fn new(memory: &mut Memory, options: RingOptions) -> Result<Self> {
         options.check()?;
         let size = options.size;
-        anyhow::ensure!(size <= 1 << 15, "a packed ring of {size} entries: the limit is 32768");
+        ensure!(size <= 1 << 15, Usage, "a packed ring of {size} entries: the limit is 32768");
         let (desc_addr, desc) = memory.piece(DESCRIPTOR * u64::from(size), 4096)?;
         let (avail_addr, driver_event) = memory.piece(4, 4096)?;
         let (used_addr, device_event) = memory.piece(4, 4096)?;

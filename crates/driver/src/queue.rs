@@ -13,7 +13,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use crate::error::{
+    Error,
+    ErrorKind::{Late, Protocol},
+    Result, ensure,
+};
 use blockyard_ring::SharedSlice;
 use rustix::event::{EventfdFlags, Timespec, epoll};
 use rustix::io::Errno;
@@ -38,23 +42,26 @@ pub enum Data {
 /// A queue of requests in slots, as a load generator uses it: a virtqueue, or a blkif ring. Request
 /// types and statuses are those of virtio.
 pub trait RequestQueue: Send + 'static {
+    /// Why the queue cannot go on.
+    type Error;
+
     /// Puts a request into a free slot. The back end sees it after `publish`.
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data);
     /// Makes submitted requests visible to the back end, and sends a notification if the back end
     /// wants one.
-    fn publish(&mut self) -> Result<()>;
+    fn publish(&mut self) -> Result<(), Self::Error>;
     /// Returns the next completed request: its slot and its status byte.
-    fn reap(&mut self) -> Result<Option<(u16, u8)>>;
+    fn reap(&mut self) -> Result<Option<(u16, u8)>, Self::Error>;
     /// Returns whether `reap` would return a request.
     fn ready(&self) -> bool;
     /// Returns the number of requests in flight.
     fn in_flight(&self) -> usize;
     /// Sleeps until the back end sends a notification, but at most for `limit`. May return early.
-    fn sleep(&mut self, limit: Option<Duration>) -> Result<()>;
+    fn sleep(&mut self, limit: Option<Duration>) -> Result<(), Self::Error>;
     /// Sends the back end a notification, even if it does not want one.
-    fn kick(&mut self) -> Result<()>;
+    fn kick(&mut self) -> Result<(), Self::Error>;
     /// Returns the number of notifications so far: those sent to the back end, and those received.
-    fn notifications(&mut self) -> Result<(u64, u64)>;
+    fn notifications(&mut self) -> Result<(u64, u64), Self::Error>;
     /// Copies `bytes` to the start of a slot's data.
     fn write_data(&self, slot: u16, bytes: &[u8]);
     /// Copies the start of a slot's data to `bytes`.
@@ -232,10 +239,12 @@ impl<R: Ring> Queue<R> {
         let Some((id, _)) = self.ring.reap() else { return Ok(None) };
         match self.slots.get_mut(id as usize) {
             Some(slot) if slot.in_flight => slot.in_flight = false,
-            _ => anyhow::bail!(
-                "queue {}: the back end has used descriptor {id}, which is not in flight",
-                self.index
-            ),
+            _ => {
+                let what = "which is not in flight";
+                let index = self.index;
+                let what = format!("queue {index}: the back end has used descriptor {id}, {what}");
+                return Err(Error::new(Protocol, what));
+            }
         }
         self.in_flight -= 1;
         let [status] = self.lines.copy_out(id as usize * LINE as usize + STATUS as usize);
@@ -293,7 +302,7 @@ impl<R: Ring> Queue<R> {
         bytes: &mut [u8],
         limit: Duration,
     ) -> Result<u8> {
-        anyhow::ensure!(self.in_flight == 0, "a single request needs an idle queue");
+        ensure!(self.in_flight == 0, Usage, "a single request needs an idle queue");
         if let Data::ToDevice(_) = data {
             self.write_data(0, bytes);
         }
@@ -308,14 +317,15 @@ impl<R: Ring> Queue<R> {
                 return Ok(status);
             }
             let left = limit.checked_sub(start.elapsed());
-            self.sleep(Some(
-                left.ok_or_else(|| anyhow::anyhow!("a request has not completed for {limit:?}"))?,
-            ))?;
+            let late = || Error::new(Late, format!("a request has not completed for {limit:?}"));
+            self.sleep(Some(left.ok_or_else(late)?))?;
         }
     }
 }
 
 impl<R: Ring> RequestQueue for Queue<R> {
+    type Error = Error;
+
     #[inline]
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
         Queue::submit(self, slot, request, sector, data);

@@ -3,7 +3,7 @@
 //! In: slots, each with a chain of buffers that the caller has set with `lay`. Out: slots, after
 //! the device has used their chains. The caller ensures that a slot is in the ring at most once.
 
-use anyhow::Result;
+use crate::error::{Result, ensure};
 
 /// Descriptor flags of both layouts.
 pub const NEXT: u16 = 1;
@@ -55,12 +55,14 @@ impl RingOptions {
     pub fn check(&self) -> Result<()> {
         let need =
             if self.indirect { self.slots as usize } else { self.slots as usize * CHAIN_MAX };
-        anyhow::ensure!(
+        ensure!(
             self.slots > 0 && self.size > 0,
+            Usage,
             "a ring needs a size and a depth of at least 1"
         );
-        anyhow::ensure!(
+        ensure!(
             need <= self.size as usize,
+            Usage,
             "a depth of {} needs {need} descriptors, but the ring has {}: use a larger \
              --queue-size, or --indirect",
             self.slots,

@@ -10,7 +10,7 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, Result};
+use crate::error::{Context, Result, ensure};
 use vhost::vhost_user::message::VhostUserProtocolFeatures;
 
 use super::connection::{BlockConfig, Connection, Inflight, PROTOCOL, RingSetup};
@@ -116,8 +116,9 @@ impl Link {
             BlockConfig::default()
         };
         let queues = connection.queues_max.min(u64::from(config.num_queues.max(1)));
-        anyhow::ensure!(
+        ensure!(
             u64::from(plan.queues) <= queues,
+            NotOffered,
             "the back end has {queues} queues, not {}",
             plan.queues
         );
@@ -160,8 +161,9 @@ impl Link {
         let mut connection = Connection::open_within(&self.path, self.plan.answer_limit)?;
         let (plan, layout) = (self.plan, self.layout);
         let config = connection.within(plan.answer_limit, |c| Self::agree(c, &plan, layout))?;
-        anyhow::ensure!(
+        ensure!(
             connection.features == self.connection.features,
+            NotOffered,
             "the new back end offers other features: {:#x} instead of {:#x}",
             connection.features,
             self.connection.features
@@ -190,8 +192,7 @@ impl<R: Ring> Session<R> {
         let mut link = Link::open::<R>(path, plan)?;
         let queues = link.queues::<R>()?;
         let rings: Vec<_> = queues.iter().map(|q| (q.setup(), q.ring.fresh_base())).collect();
-        link.start(&rings)
-            .with_context(|| format!("cannot start the queues at {}", path.display()))?;
+        link.start(&rings).context(format!("cannot start the queues at {}", path.display()))?;
         Ok(Session { link, queues })
     }
 

@@ -9,7 +9,7 @@
 
 use std::sync::atomic::{Ordering, fence};
 
-use anyhow::Result;
+use crate::error::{Result, ensure};
 use blockyard_ring::SharedSlice;
 
 use super::ring::{
@@ -85,8 +85,9 @@ impl Ring for SplitRing {
     fn new(memory: &mut Memory, options: RingOptions) -> Result<Self> {
         options.check()?;
         let size = options.size;
-        anyhow::ensure!(
+        ensure!(
             size.is_power_of_two() && size <= 1 << 15,
+            Usage,
             "a split ring of {size} entries: it must be a power of two up to 32768"
         );
         // Parts that are written by different sides are on different pages.

@@ -48,7 +48,10 @@ pub struct Crew<'a, Q> {
     pub queues: Vec<Box<Q>>,
 }
 
-impl<'a, Q: RequestQueue> Crew<'a, Q> {
+impl<'a, Q: RequestQueue> Crew<'a, Q>
+where
+    anyhow::Error: From<Q::Error>,
+{
     /// Runs the load to its end. `wake`: returns an eventfd that ends the sleep of a queue.
     pub fn run(
         setup: &LoadSetup<'a>,

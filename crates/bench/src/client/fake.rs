@@ -88,6 +88,8 @@ impl FakeQueue {
 }
 
 impl RequestQueue for FakeQueue {
+    type Error = anyhow::Error;
+
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
         self.submitted.push_back((slot, request, sector, data));
     }

@@ -196,6 +196,8 @@ fn receive(
 }
 
 impl RequestQueue for Queue {
+    type Error = anyhow::Error;
+
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
         let slot = usize::from(slot);
         assert!(!self.slots[slot].in_flight, "slot {slot} is in flight");

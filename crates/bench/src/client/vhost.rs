@@ -274,8 +274,8 @@ impl<'a, R: Ring> Supervisor<'a, R> {
             self.link.start(&self.rings)
         }) {
             if Instant::now() > deadline {
-                return Err(error
-                    .context(format!("the back end went away and was not back after {AWAY:?}")));
+                return Err(error)
+                    .context(format!("the back end went away and was not back after {AWAY:?}"));
             }
             std::thread::sleep(Duration::from_millis(20));
         }

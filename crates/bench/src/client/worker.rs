@@ -91,7 +91,10 @@ pub struct Worker<Q> {
     stalled_since: Option<u64>,
 }
 
-impl<Q: RequestQueue> Worker<Q> {
+impl<Q: RequestQueue> Worker<Q>
+where
+    anyhow::Error: From<Q::Error>,
+{
     pub fn new(queue: Q, load: Load, wiring: Wiring<Q>) -> Self {
         let nothing = (Operation::one(RequestKind::Flush, 0), 0);
         Worker {
@@ -236,7 +239,7 @@ impl<Q: RequestQueue> Worker<Q> {
             return Ok(());
         }
         if !self.wiring.poll {
-            return self.queue.sleep(limit);
+            return Ok(self.queue.sleep(limit)?);
         }
         for _ in 0..SPINS {
             if self.queue.ready() {
@@ -258,7 +261,7 @@ impl<Q: RequestQueue> Worker<Q> {
         self.wiring.outbox.send(Event::Paused { index: self.wiring.index, base });
         self.wiring.resume.recv().context("the back end went away and did not come back")?;
         self.queue.publish()?;
-        self.queue.kick()
+        Ok(self.queue.kick()?)
     }
 }
 

@@ -301,7 +301,7 @@ impl Guest {
             &[ring.error.as_fd()],
         )?;
         self.connection.set_ring(&ring.setup, ring.base(), &self.memory)?;
-        self.connection.enable(queue as u16, true)
+        Ok(self.connection.enable(queue as u16, true)?)
     }
 
     /// Resets a queue and starts it again, as a driver does with a failed device.

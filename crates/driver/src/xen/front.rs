@@ -5,7 +5,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use crate::error::{Context, Error, ErrorKind, Result, ensure};
 use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::Domain;
 use blockyard_ring::xen::{Machine, Node, Store};
@@ -75,21 +75,19 @@ impl Front {
 
     /// Reads a node of the back end. The front end's node `backend` contains the back end's path.
     pub fn back(&mut self, key: &str) -> Result<Option<String>> {
-        let back =
-            self.back.as_ref().context("the path of the device's back end is not known yet")?;
+        let back = self.back.as_ref().ok_or_else(no_back)?;
         Ok(self.store.read(&format!("{back}/{key}"))?)
     }
 
     /// Reads a number that the back end wrote. Returns 0 if the node is missing.
     pub fn back_number(&mut self, key: &str) -> Result<u64> {
         let text = self.back(key)?.unwrap_or_else(|| "0".into());
-        text.parse().with_context(|| format!("the back end's {key} is \"{text}\""))
+        text.parse::<u64>().context(format!("the back end's {key} is \"{text}\""))
     }
 
     /// Waits until a node of the back end has this value.
     pub fn wait(&mut self, key: &str, value: Option<&str>) -> Result<()> {
-        let back =
-            self.back.as_ref().context("the path of the device's back end is not known yet")?;
+        let back = self.back.as_ref().ok_or_else(no_back)?;
         wait_for_node(&mut self.store, &format!("{back}/{key}"), value, self.limit)
     }
 
@@ -188,7 +186,11 @@ pub fn wait_for_node(
     limit: Duration,
 ) -> Result<()> {
     until(store, limit, |store| Ok((store.read(path)?.as_deref() == value).then_some(())))
-        .with_context(|| format!("waiting until node {path} has the value {value:?}"))
+        .context(format!("waiting until node {path} has the value {value:?}"))
+}
+
+fn no_back() -> Error {
+    Error::new(ErrorKind::Usage, "the path of the device's back end is not known yet")
 }
 
 /// Calls `check` at once and after each watch event, until it returns a value.
@@ -204,6 +206,6 @@ fn until<T>(
             return Ok(found);
         }
         let event = store.event(never.as_fd(), Some(deadline))?;
-        anyhow::ensure!(event.is_some(), "no watched node has changed for {limit:?}");
+        ensure!(event.is_some(), Late, "no watched node has changed for {limit:?}");
     }
 }

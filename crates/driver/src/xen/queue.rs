@@ -15,7 +15,11 @@ use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use crate::error::{
+    Error,
+    ErrorKind::{self, Late},
+    Result, ensure,
+};
 use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::{Domain, GrantCounts};
 use rustix::event::{Timespec, epoll};
@@ -225,15 +229,19 @@ impl Queue {
             .ok()
             .filter(|slot| self.slots.get(*slot).is_some_and(|s| s.in_flight));
         let Some(slot) = slot else {
-            anyhow::bail!(
-                "queue {}: the back end has responded to request {}, which is not in flight",
-                self.index,
-                response.id
-            )
+            let (index, id) = (self.index, response.id);
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                format!(
+                    "queue {index}: the back end has responded to request {id}, which is not \
+                         in flight"
+                ),
+            ));
         };
         let requested = self.slots[slot].operation;
-        anyhow::ensure!(
+        ensure!(
             response.operation == requested,
+            Protocol,
             "queue {}: {response:?} is the response to operation {requested}",
             self.index
         );
@@ -291,7 +299,7 @@ impl Queue {
 
     /// Makes one request of `len` bytes in slot 0 and waits for its completion. Returns its status.
     pub fn call(&mut self, operation: u8, sector: u64, len: u32, limit: Duration) -> Result<i16> {
-        anyhow::ensure!(self.in_flight == 0, "a single request needs an idle queue");
+        ensure!(self.in_flight == 0, Usage, "a single request needs an idle queue");
         self.submit(0, operation, sector, len);
         self.publish();
         let start = std::time::Instant::now();
@@ -300,15 +308,16 @@ impl Queue {
                 return Ok(status);
             }
             let left = limit.checked_sub(start.elapsed());
-            self.sleep(Some(
-                left.ok_or_else(|| anyhow::anyhow!("a request has not completed for {limit:?}"))?,
-            ))?;
+            let late = || Error::new(Late, format!("a request has not completed for {limit:?}"));
+            self.sleep(Some(left.ok_or_else(late)?))?;
         }
     }
 }
 
 /// Translates request types from virtio's, and statuses to virtio's.
 impl RequestQueue for Queue {
+    type Error = Error;
+
     #[inline]
     fn submit(&mut self, slot: u16, request: u32, sector: u64, data: Data) {
         let operation = match request {

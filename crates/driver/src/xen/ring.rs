@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{Ordering, fence};
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
+use crate::error::{Error, ErrorKind::Late, Result};
 use blockyard_ring::SharedSlice;
 use blockyard_ring::xen::machine::FrontChannel;
 use rustix::event::{PollFd, PollFlags, Timespec};
@@ -209,7 +209,8 @@ impl FrontRing {
                 continue;
             }
             let left = deadline.checked_duration_since(Instant::now());
-            let left = left.with_context(|| format!("a request has no response for {limit:?}"))?;
+            let late = || Error::new(Late, format!("a request has no response for {limit:?}"));
+            let left = left.ok_or_else(late)?;
             let left =
                 Timespec { tv_sec: left.as_secs() as _, tv_nsec: left.subsec_nanos().into() };
             let event = self.event.as_fd();

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use anyhow::Result;
+use crate::error::{Result, ensure};
 use blockyard_ring::xen::Machine;
 
 use super::front::{Front, Terms};
@@ -76,23 +76,27 @@ impl Offer {
         let segments = (*data_len as usize).div_ceil(PAGE) as u64;
         let most =
             self.max_indirect_segments.clamp(DIRECT_SEGMENTS as u64, INDIRECT_SEGMENTS as u64);
-        anyhow::ensure!(
+        ensure!(
             segments <= most,
+            NotOffered,
             "requests of {data_len} bytes are too large: the back end takes at most {most} pages"
         );
-        anyhow::ensure!(
+        ensure!(
             data_len.is_multiple_of(SECTOR as u32),
+            Usage,
             "requests of {data_len} bytes are not whole sectors"
         );
         let (order, entries) =
             (u64::from(terms.order.unwrap_or(0)), terms.abi.entries(terms.ring_pages()));
-        anyhow::ensure!(
+        ensure!(
             order <= self.max_ring_page_order && u32::from(*slots) <= entries,
+            NotOffered,
             "{slots} requests in flight do not fit: the back end's rings have at most 2^{} pages",
             self.max_ring_page_order
         );
-        anyhow::ensure!(
+        ensure!(
             terms.queues as u64 <= self.max_queues,
+            NotOffered,
             "{} queues are too many: the back end has at most {}",
             terms.queues,
             self.max_queues
