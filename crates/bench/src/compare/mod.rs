@@ -74,8 +74,8 @@ pub struct CompareOptions {
     /// Only systems of the table with this name; may be repeated
     #[arg(long = "peer", value_name = "NAME", requires = "table")]
     peers: Vec<String>,
-    /// Measure this earlier build of the program blockyard too, and print the ratios (tables
-    /// `clients`, `overlays` and `nbd`)
+    /// Measure this earlier build of the program blockyard too, and print the ratios (not for the
+    /// tables `ublk` and `demo`). Without --peer no other systems are measured
     #[arg(long, value_name = "PROGRAM", requires = "table")]
     before: Option<PathBuf>,
     /// Kernel of the guest of the table `ublk` [default: 7]

@@ -140,6 +140,10 @@ impl Table for OverlayGuests {
         Ok(Figures::from([("seconds", seconds)]))
     }
 
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
+    }
+
     fn markdown(&self, measured: &[Measured]) -> String {
         let names = SYSTEMS.iter().map(|s| s.0.to_string());
         let head: Vec<_> = ["experiment".into()]

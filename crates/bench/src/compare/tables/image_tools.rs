@@ -214,6 +214,10 @@ impl Table for ImageTools {
         Ok(Figures::from([("wall", wall), ("cpu", cpu)]))
     }
 
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
+    }
+
     fn markdown(&self, measured: &[Measured]) -> String {
         let head = [
             "work",

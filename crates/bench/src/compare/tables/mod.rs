@@ -255,7 +255,7 @@ fn chosen(table: &mut dyn Table, plan: &TablePlan<'_>) -> Result<Vec<Measured>> 
     anyhow::ensure!(!measured.is_empty(), "--only {only}: no row has such a name");
     anyhow::ensure!(
         plan.before.is_none() || table.place().is_some(),
-        "--before: only the tables clients, overlays and nbd measure an earlier build"
+        "--before: the tables ublk and demo do not measure an earlier build"
     );
     let has = |peer: &String| measured.iter().any(|m| m.row.systems.contains(peer));
     if let Some(wrong) = peers.iter().find(|peer| !has(peer)) {

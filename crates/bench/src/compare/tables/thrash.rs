@@ -253,6 +253,15 @@ impl Table for Thrash {
         Ok(figures)
     }
 
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
+    }
+
+    /// All systems are settings of Blockyard.
+    fn is_ours(&self, _row: usize, _system: usize) -> bool {
+        true
+    }
+
     fn markdown(&self, measured: &[Measured]) -> String {
         let head = [
             "device",

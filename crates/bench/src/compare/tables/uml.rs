@@ -79,8 +79,8 @@ pub struct Uml {
     guest_cpus: String,
     server_cpus: String,
     script: String,
-    /// Figures of the last boots that `measure` has not returned yet, by system and row.
-    boots: BTreeMap<(usize, usize), Figures>,
+    /// Figures of the last boots that `measure` has not returned yet, by program, system and row.
+    boots: BTreeMap<(PathBuf, usize, usize), Figures>,
 }
 
 impl Uml {
@@ -182,11 +182,19 @@ impl Table for Uml {
     }
 
     fn measure(&mut self, row: usize, system: usize) -> Result<Figures> {
-        if !self.boots.contains_key(&(system, row)) {
+        let key = |row| (self.place.program.clone(), system, row);
+        if !self.boots.contains_key(&key(row)) {
             let rows = self.boot(system)?;
-            self.boots.extend(rows.into_iter().map(|(row, figures)| ((system, row), figures)));
+            let keyed: Vec<_> =
+                rows.into_iter().map(|(row, figures)| (key(row), figures)).collect();
+            self.boots.extend(keyed);
         }
-        self.boots.remove(&(system, row)).context("the guest has not run a load")
+        let wanted = key(row);
+        self.boots.remove(&wanted).context("the guest has not run a load")
+    }
+
+    fn place(&mut self) -> Option<&mut Workspace> {
+        Some(&mut self.place)
     }
 
     fn markdown(&self, measured: &[Measured]) -> String {
