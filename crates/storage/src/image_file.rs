@@ -207,12 +207,7 @@ impl ImageFile {
     /// Returns the descriptor. Returns an error if only a server or a program can write the data.
     fn local_writer(&self) -> Result<&Arc<LockedFile>, OpenError> {
         self.fd().ok_or_else(|| {
-            let is_target = self.opened().is_some_and(|opened| opened.is_target());
-            let hint = if is_target {
-                "an image of a program cannot be committed into: use stream"
-            } else {
-                "an image on a server cannot be committed into: use stream"
-            };
+            let hint = "a commit needs a file of this host: use stream";
             let kind = io::ErrorKind::Unsupported;
             OpenError::Explained { path: self.path.clone(), hint, kind }
         })

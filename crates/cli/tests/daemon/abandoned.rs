@@ -226,7 +226,7 @@ fn a_remote_raw_image_gets_an_overlay_that_is_streamed_but_not_committed() {
     daemon.stop();
     let daemon = host.start();
     let done = host.ctl(&["commit", "a"]);
-    refused(&done, &["an image on a server cannot be committed into: use stream"]);
+    refused(&done, &["a commit needs a file of this host: use stream"]);
     host.ctl(&["stream", "a"]).good();
     host.has(0..2);
     daemon.stop();

@@ -210,7 +210,9 @@ fn names_in_image_headers_open_no_connections() {
         let refused = blockyard(["image", "compare", top, top].iter().chain(allowed));
         assert_eq!(refused.status.code(), Some(2), "{}{}", refused.out, refused.err);
         assert!(
-            refused.err.contains("it lies on a server: pass --backing-folder nbd+unix:///?socket="),
+            refused.err.contains(
+                "it is not a file of this host: pass --backing-folder nbd+unix:///?socket="
+            ),
             "{}",
             refused.err
         );

@@ -167,14 +167,14 @@ impl PendingImage {
             return match allowed.permit(name) {
                 Some(_) => Ok(true),
                 None => Err(self.refuse(format!(
-                    "it lies on a server: pass --backing-folder {} to allow it",
+                    "it is not a file of this host: pass --backing-folder {} to allow it",
                     scheme.allowance(name)
                 ))),
             };
         }
         if scheme_of(image).is_some() && !Path::new(name).is_absolute() {
             return Err(self.refuse(
-                "an image on a server has no folder, so its backing file needs an absolute name",
+                "an image that is not a file has no folder, so its backing file needs an absolute name",
             ));
         }
         if !names_a_path(name) {

@@ -117,7 +117,7 @@ impl Backing {
     pub fn warn_if_far(&self, target: &Path) {
         if let Some(scheme) = scheme(&self.name) {
             return tracing::warn!(
-                "the backing file is on a server: open the image with --backing-folder {}",
+                "the backing file is not a file of this host: open the image with --backing-folder {}",
                 scheme.allowance(&self.name)
             );
         }
