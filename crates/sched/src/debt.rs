@@ -283,6 +283,32 @@ mod tests {
     }
 
     #[test]
+    fn a_forced_operation_is_owed_to_no_device_without_neighbours() {
+        let host = Host::default();
+        let alone = host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+        for _ in 0..1000 {
+            let _ = alone.force(NOW, &write(1 << 20));
+        }
+        assert_eq!(alone.paused_until(NOW), None);
+    }
+
+    /// The group admits it later, and then the disk's own limit is charged.
+    #[test]
+    fn an_operation_that_its_group_refuses_costs_the_disk_nothing() {
+        let host = Host::default();
+        let slow = bps(1000);
+        let share = host.share(None, Some(("g", &slow)), &bps(1 << 30));
+        let flow = share.new_flow();
+        let large = write(1 << 20);
+        assert_eq!(share.limit(NOW, &large, &flow), Ok(()));
+        let own = share.opens_own();
+        for _ in 0..100 {
+            assert!(share.limit(NOW, &large, &flow).is_err());
+        }
+        assert_eq!(share.opens_own(), own);
+    }
+
+    #[test]
     fn a_change_of_the_limits_forgives_no_debt_of_forced_operations() {
         let share = Host::default().share(None, None, &bps(1000));
         let now = 1000 * SECOND;

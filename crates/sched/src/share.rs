@@ -312,6 +312,12 @@ impl Share {
         }
     }
 
+    /// Returns the time from which the disk's own limits admit an operation.
+    #[cfg(test)]
+    pub(crate) fn opens_own(&self) -> Time {
+        self.limiter.opens()
+    }
+
     fn group_limiter(&self) -> Option<&Limiter> {
         self.account.group.as_ref().map(|group| &group.limiter)
     }

@@ -300,6 +300,96 @@ mod tests {
         assert_eq!(parsed.action.requests(), 3);
     }
 
+    /// Returns the descriptors of a request with its header at 0, and ranges at 64: sector, number
+    /// of sectors, flags. The status is at 0x1fff.
+    fn of_ranges(memory: &Rc<GuestMemory>, kind: u32, ranges: &[(u64, u32, u32)]) -> Vec<Desc> {
+        memory.slice(0, 16, 1).unwrap().write(0, &u128::from(kind).to_le_bytes());
+        for (at, (sector, sectors, flags)) in ranges.iter().enumerate() {
+            let range = u128::from(*sector) | u128::from(*sectors) << 64 | u128::from(*flags) << 96;
+            memory.slice(64 + 16 * at as u64, 16, 1).unwrap().write(0, &range.to_le_bytes());
+        }
+        let bytes = 16 * ranges.len() as u32;
+        vec![desc(0, 16, false), desc(64, bytes, false), desc(0x1fff, 1, true)]
+    }
+
+    #[test]
+    fn zeroes_unmap_only_if_each_range_allows_it() {
+        let memory = memory(0);
+        for (flags, unmap) in [([1, 1], true), ([0, 1], false), ([1, 0], false), ([0, 0], false)] {
+            let descs = of_ranges(&memory, 13, &[(0, 8, flags[0]), (8, 8, flags[1])]);
+            let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
+            let op = Op::WriteZeroes { unmap, fua: true, fast: false };
+            assert!(
+                matches!(parsed.action, Action::Ranges { op: got, .. } if got == op),
+                "{flags:?}: {:?}",
+                parsed.action
+            );
+        }
+    }
+
+    /// The limits are those of the configuration space.
+    #[test]
+    fn ranges_have_a_largest_number_and_length() {
+        let memory = memory(0);
+        let is_io = |ranges: &[(u64, u32, u32)]| {
+            let descs = of_ranges(&memory, 11, ranges);
+            let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
+            matches!(parsed.action, Action::Now { status: Err(Failure::Io), .. })
+        };
+        let most = DISCARD_SEGMENTS as usize;
+        assert!(!is_io(&vec![(0, 8, 0); most]) && is_io(&vec![(0, 8, 0); most + 1]));
+        assert!(!is_io(&[(0, DISCARD_SECTORS, 0)]) && is_io(&[(0, DISCARD_SECTORS + 1, 0)]));
+    }
+
+    /// Virtio 1.2, section 2.7.4: descriptors need not follow the parts of a request.
+    #[test]
+    fn data_begin_behind_the_header_and_the_status_is_the_last_byte() {
+        let memory = memory(0);
+        let bytes: Vec<u8> = (0..512).map(|at| at as u8 ^ 0x5a).collect();
+        memory.slice(0, 16, 1).unwrap().write(0, &(1u128 | 3 << 64).to_le_bytes());
+        memory.slice(16, 100, 1).unwrap().write(0, &bytes[..100]);
+        memory.slice(0x400, 412, 1).unwrap().write(0, &bytes[100..]);
+        let descs = [
+            desc(0, 116, false),
+            desc(0x400, 412, false),
+            desc(0x1000, 1, true),
+            desc(0x1800, 0, true),
+        ];
+        let mut segments = Segments::default();
+        let parsed = ask(&memory, &descs, &mut segments).unwrap();
+        let write = Op::Write { fua: true };
+        assert!(
+            matches!(parsed.action, Action::One { op, offset: 1536, len: 512 } if op == write),
+            "{parsed:?}"
+        );
+        let mut got = vec![0; 512];
+        segments.copy_out(0, &mut got);
+        assert_eq!((got, parsed.status), (bytes, 0x1000));
+        // Of a read, the last of several writable descriptors has the status.
+        memory.slice(0, 16, 1).unwrap().write(0, &(3u128 << 64).to_le_bytes());
+        let descs = [desc(0, 16, false), desc(0x400, 300, true), desc(0x800, 213, true)];
+        let parsed = ask(&memory, &descs, &mut segments).unwrap();
+        assert!(matches!(parsed.action, Action::One { op: Op::Read, len: 512, .. }), "{parsed:?}");
+        assert_eq!((segments.len(), parsed.status), (512, 0x800 + 212));
+    }
+
+    #[test]
+    fn data_in_the_wrong_direction_are_an_error() {
+        let memory = memory(0);
+        for (kind, data) in [(0u32, desc(0x400, 512, false)), (1, desc(0x400, 512, true))] {
+            memory.slice(0, 16, 1).unwrap().write(0, &u128::from(kind).to_le_bytes());
+            let mut descs = vec![desc(0, 16, false), data, desc(0x1000, 513, true)];
+            if kind == 1 {
+                descs.insert(1, desc(0x600, 512, false));
+            }
+            let parsed = ask(&memory, &descs, &mut Segments::default()).unwrap();
+            assert!(
+                matches!(parsed.action, Action::Now { status: Err(Failure::Io), .. }),
+                "{kind}: {parsed:?}"
+            );
+        }
+    }
+
     /// Virtio 1.2, section 5.2.6.2.
     #[test]
     fn only_zeroes_may_unmap_and_other_flags_are_unsupported() {

@@ -24,6 +24,28 @@ fn a_split_ring_s_unanswered_chains_are_found_in_order() {
     assert!(region.queue(1, false).unwrap().is_none());
 }
 
+/// The second back end takes a chain, too, before it is killed.
+#[test]
+fn chains_of_two_dead_back_ends_are_found_in_order() {
+    let region = region(8, false);
+    let mut first = region.queue(0, false).unwrap().unwrap();
+    [6, 3].into_iter().for_each(|head| first.taken_split(head));
+    let mut second = region.queue(0, false).unwrap().unwrap();
+    assert_eq!(second.recover_split(0), [6, 3]);
+    second.taken_split(1);
+    assert_eq!(region.queue(0, false).unwrap().unwrap().recover_split(0), [6, 3, 1]);
+}
+
+/// The back end is killed after the guest sees a batch, and before it has cleared the batch.
+#[test]
+fn a_published_batch_is_found_from_its_last_entry() {
+    let region = region(8, false);
+    let mut queue = region.queue(0, false).unwrap().unwrap();
+    [4, 0, 7, 2].into_iter().for_each(|head| queue.taken_split(head));
+    [7, 0, 4].into_iter().for_each(|head| queue.pushed_split(head));
+    assert_eq!(region.queue(0, false).unwrap().unwrap().recover_split(3), [2]);
+}
+
 #[test]
 fn a_packed_ring_s_descriptors_are_kept() {
     let region = region(8, true);

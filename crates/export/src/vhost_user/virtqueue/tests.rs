@@ -184,3 +184,73 @@ fn a_chain_has_no_readable_descriptor_behind_a_writable_one() {
         }
     }
 }
+
+/// What the device's side makes of a split ring that a test has written.
+fn taken(write: impl FnOnce(&mut Memory, &SplitDriver)) -> Result<Vec<Desc>, RingError> {
+    let (mut memory, mut driver) = split(false);
+    write(&mut memory, &driver);
+    driver.push_available(0);
+    driver.publish();
+    let (mut ring, mut descs) = (device(&memory, &driver, false, 0, false), Vec::new());
+    ring.pop(&mut descs)?.expect("a chain is available");
+    Ok(descs)
+}
+
+#[test]
+fn a_chain_of_a_split_ring_stays_in_its_table_and_ends() {
+    let next = |to: u16| taken(|_, driver| driver.write_descriptor(0, 0, 1, NEXT, to));
+    for beyond in [SIZE, u16::MAX] {
+        let error = next(beyond).unwrap_err();
+        assert!(matches!(error, RingError::DescIndex { index, size: SIZE } if index == beyond));
+    }
+    let error = next(0).unwrap_err();
+    assert!(matches!(error, RingError::ChainTooLong { head: 0, max } if max == usize::from(SIZE)));
+}
+
+#[test]
+fn an_indirect_table_has_whole_descriptors_and_no_further_table() {
+    let table = |bytes: u32, inner: u16| {
+        taken(|memory, driver| {
+            let (at, slice) = memory.piece(64, 16).unwrap();
+            slice.copy_in(8, 1u32.to_le_bytes());
+            slice.store_u16(12, inner, Ordering::Relaxed);
+            driver.write_descriptor(0, at, bytes, INDIRECT, 0);
+        })
+    };
+    assert_eq!(table(16, WRITE).unwrap().len(), 1);
+    for (bytes, inner) in [(0, 0), (24, 0), (16, INDIRECT)] {
+        let error = table(bytes, inner).unwrap_err();
+        assert!(matches!(error, RingError::Indirect { head: 0, .. }), "{bytes}: {error}");
+    }
+}
+
+/// Virtio 1.2, section 2.7.
+#[test]
+fn the_size_of_a_split_ring_is_a_power_of_two() {
+    let (memory, driver) = split(false);
+    let at = driver.addresses();
+    let new = |size| {
+        let guest = Rc::new(memory.guest().clone());
+        SplitRing::new(guest, (at.desc, at.avail, at.used), size, 0, false).map(|_| ())
+    };
+    assert!(new(4).is_ok());
+    for size in [0, 3, 6, 65536] {
+        assert!(matches!(new(size), Err(RingError::Size(got)) if got == size), "{size}");
+    }
+}
+
+#[test]
+fn a_driver_that_polls_gets_no_signal() {
+    for polls in [false, true] {
+        let (memory, mut driver) = split(false);
+        driver.write_descriptor(0, 0, 1, WRITE, 0);
+        driver.push_available(0);
+        driver.publish();
+        driver.avail.store_u16(0, u16::from(polls), Ordering::Relaxed);
+        let mut ring = device(&memory, &driver, false, 0, false);
+        let head = ring.pop(&mut Vec::new()).unwrap().expect("a chain is available");
+        ring.push_used(head, 1);
+        ring.publish();
+        assert_eq!(ring.wants_signal(), !polls);
+    }
+}

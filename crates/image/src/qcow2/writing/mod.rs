@@ -18,5 +18,7 @@ mod packing;
 pub mod partial;
 mod preallocate;
 mod reserve;
+#[cfg(test)]
+mod tests;
 mod write;
 mod zero;
