@@ -204,7 +204,7 @@ pub struct PolicyFigures {
     #[serde(default)]
     pub polling_rates: BTreeMap<String, f64>,
     /// Number of trials that began `early` because the rate had changed, and that were `given-up`
-    /// because the guest paused.
+    /// because the guest paused; and how often gathering ended because it was in `vain`.
     #[serde(default)]
     pub trials: BTreeMap<String, u64>,
     /// Number of moves of reactors: to the `guest`'s processors, and back `home`.

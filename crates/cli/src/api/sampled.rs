@@ -179,7 +179,11 @@ fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFi
     PolicyFigures {
         polling: Strategy::ALL.map(chosen).into(),
         polling_rates: Strategy::ALL.map(rate).into(),
-        trials: named([("early", policies.polling.early), ("given-up", policies.polling.given_up)]),
+        trials: named([
+            ("early", policies.polling.early),
+            ("given-up", policies.polling.given_up),
+            ("vain", policies.polling.vain),
+        ]),
         placement: named([("guest", to_guest), ("home", home)]),
         writes: named([
             ("inline", inline),

@@ -129,6 +129,8 @@ pub struct PollingFigures {
     pub given_up: u64,
     /// Trials that began early because the rate had changed.
     pub early: u64,
+    /// Times that a queue stopped gathering because nothing more arrived meanwhile.
+    pub vain: u64,
 }
 
 /// Measurements of one strategy in trials.
@@ -167,6 +169,7 @@ impl PollingFigures {
         }
         self.given_up += other.given_up;
         self.early += other.early;
+        self.vain += other.vain;
     }
 }
 
@@ -407,6 +410,7 @@ impl PollingPolicy {
         self.vain_gathers = if chains > 1 { 0 } else { self.vain_gathers + 1 };
         if self.vain_gathers >= MAX_VAIN_GATHERS {
             self.vain_gathers = 0;
+            self.count(|figures| figures.vain += 1);
             match self.state {
                 State::Trial { round, .. } => {
                     self.excluded[self.current] = true;

@@ -127,8 +127,8 @@ fn the_queue_waits_for_storage_without_sleep_if_that_is_faster() {
 
 #[test]
 fn a_guest_that_sends_one_request_at_a_time_ends_gathering() {
-    let now = origin();
-    let mut policy = PollingPolicy::new(PollMode::Auto, false, now, Rc::default());
+    let (now, counters) = (origin(), Rc::<Counters>::default());
+    let mut policy = PollingPolicy::new(PollMode::Auto, false, now, counters.clone());
     policy.set_notified_by_stream(true);
     policy.current = policy.plan.candidates.iter().position(|m| !m.gather.is_zero()).unwrap();
     policy.pause = 1e4;
@@ -141,6 +141,7 @@ fn a_guest_that_sends_one_request_at_a_time_ends_gathering() {
         policy.gathered(1, now, 0);
     }
     assert!(policy.gather().is_none());
+    assert_eq!(counters.polling.get().vain, 1);
 }
 
 /// The pause of 30 ms is in the first busy-polling slice that counts. (That slice has 56 requests;
