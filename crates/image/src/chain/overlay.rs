@@ -313,7 +313,8 @@ fn outside(file: &ImageFile, path: &Path) -> String {
     if let Some((scheme, name)) = scheme_of(path) {
         return match scheme.normalize(name) {
             Ok(_) => format!(
-                "its backing file {place} is not a file of this host: allow {} ({KEY})",
+                "its backing file {place} is not a file of this host, and is not allowed: allow \
+                 {} ({KEY})",
                 scheme.allowance(name)
             ),
             Err(e) => format!("its backing file would be {place}: {e}"),
