@@ -99,7 +99,7 @@ fn rates(measured: &[Measured]) -> Option<String> {
 
 /// Formats each figure of the loads without a rate.
 fn others(measured: &[Measured]) -> Option<String> {
-    let head = ["load", "system", "figure", "before", "now", "ratio"];
+    let head = ["load", "system", "figure", "before", "now", "now / before"];
     let mut lines = Vec::new();
     for m in measured {
         for (n, system) in both(m).filter(|(n, _)| !has_rate(m, *n)) {

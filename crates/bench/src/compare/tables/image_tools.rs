@@ -40,8 +40,8 @@ pub struct ImageTools {
     /// Returns the command that the wrapper guests/tool runs.
     qemu_img: Vec<String>,
     modules: String,
-    /// Rows and systems whose first result was checked.
-    judged: BTreeSet<(usize, usize)>,
+    /// Rows, systems and builds, of which the first result was checked.
+    judged: BTreeSet<(usize, usize, PathBuf)>,
 }
 
 impl ImageTools {
@@ -206,7 +206,8 @@ impl Table for ImageTools {
             }
             wall += begin.elapsed().as_secs_f64();
         }
-        if self.judged.insert((row, system)) && out.exists() {
+        let judged = (row, system, self.place.program.clone());
+        if self.judged.insert(judged) && out.exists() {
             self.judge(task, &out)
                 .with_context(|| format!("{}: the result of {}", task.name, SYSTEMS[system]))?;
         }

@@ -164,8 +164,11 @@ struct Mark {
 
 impl Mark {
     fn since(&self, begin: &Mark, rate: f64) -> Figures {
-        let mut figures =
-            Figures::from([("seconds", (self.came - begin.came).as_secs_f64()), ("iops", rate)]);
+        let mut figures = Figures::from([("seconds", (self.came - begin.came).as_secs_f64())]);
+        // A row that is timed by the host's clock has no rate.
+        if rate > 0.0 {
+            figures.insert("iops", rate);
+        }
         let requests = self.requests.saturating_sub(begin.requests);
         if let Some((before, after)) = begin.used.zip(self.used).filter(|_| requests > 0) {
             figures.insert("cpu_us", (after - before) * 1e6 / requests as f64);
@@ -241,7 +244,8 @@ mod tests {
         assert_eq!(figures, Figures::from([("seconds", 2.0), ("iops", 5000.0), ("cpu_us", 50.0)]));
         // ubd has no back end, and a load without requests has no cost.
         for (used, requests) in [(None, 11_000), (Some(1.5), 1000)] {
-            assert_eq!(Mark { came, used, requests }.since(&begin, 0.0).get("cpu_us"), None);
+            let timed = Mark { came, used, requests }.since(&begin, 0.0);
+            assert_eq!((timed.get("cpu_us"), timed.get("iops")), (None, None));
         }
         // The rows that the script's tail prints.
         for number in LOADS.len()..LOADS.len() + TIMED.len() {
