@@ -290,6 +290,11 @@ mod tests {
             let _ = alone.force(NOW, &write(1 << 20));
         }
         assert_eq!(alone.paused_until(NOW), None);
+        // Nor to one that comes later.
+        let later = host.share(Some(("d", &DeviceProfile::FLASH)), None, &Knobs::default());
+        let later = later.on_reactor();
+        later.done(NOW, later.ask(NOW, &READ).unwrap());
+        assert_eq!(alone.paused_until(NOW), None);
     }
 
     /// The group admits it later, and then the disk's own limit is charged.
@@ -299,12 +304,14 @@ mod tests {
         let slow = bps(1000);
         let share = host.share(None, Some(("g", &slow)), &bps(1 << 30));
         let flow = share.new_flow();
-        let large = write(1 << 20);
-        assert_eq!(share.limit(NOW, &large, &flow), Ok(()));
+        // So small that the disk owes the group nothing of it.
+        let small = write(40);
+        assert_eq!(share.limit(NOW, &small, &flow), Ok(()));
         let own = share.opens_own();
         for _ in 0..100 {
-            assert!(share.limit(NOW, &large, &flow).is_err());
+            assert!(share.limit(NOW, &small, &flow).is_err());
         }
+        assert!(!share.owes_group());
         assert_eq!(share.opens_own(), own);
     }
 

@@ -98,12 +98,15 @@ fn a_flush_shows_nothing_of_a_failed_write_to_a_partial_cluster() {
         let disk = disk(seed);
         let test = async move {
             let image = image(&disk).await;
-            write(&image, &Below, 0, vec![1; PART as usize]).await.unwrap();
+            // The part of the failed write lacks data, and its neighbours have some.
+            for part in [ZERO_PART - 1, ZERO_PART + 1] {
+                write(&image, &Below, part * PART, vec![1; PART as usize]).await.unwrap();
+            }
             let decoded = |entry: Entry| {
                 L2Entry::cached(entry.word, entry.bitmap, image.shape().layout).unwrap().cluster
             };
             let cluster = decoded(image.current_entry(0).await.unwrap());
-            assert!(matches!(cluster, Cluster::Partial { parts: 1, .. }), "{cluster:?}");
+            assert!(matches!(cluster, Cluster::Partial { parts: 0b101_0000, .. }), "{cluster:?}");
             disk.fail(Fault::new(OpKind::Write, 5));
             let part = vec![2; PART as usize];
             write(&image, &Below, ZERO_PART * PART, part).await.unwrap_err();
