@@ -44,7 +44,7 @@ perf: ## compare rates, latencies and shares with their known figures, on a quie
 		-p blockyard-bench --test perf --no-fail-fast -- --test-threads=1 --nocapture; \
 		status=$$?; cat "$(report)" && echo "These figures are in $(report)."; exit $$status
 
-bench: ## measure against the host's file and peers, into docs/benchmark-tables.md (BEFORE=PROGRAM: ratios)
+bench: ## measure beside peers, into docs/benchmark-tables.md (BEFORE=PROGRAM: an older build)
 	@bench/run
 
 build: ## optimised programs: target/release/blockyard, blockyard-bench (4 minutes the first time)

@@ -254,6 +254,7 @@ mod tests {
             left: 3,
             noted: 4,
             refused: 5,
+            off: 7,
             paced: 6,
             last_blocked: last(ms),
             last_paced: None,

@@ -172,7 +172,7 @@ fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFi
         let last = policies.polling.of(kind).last;
         (name(kind), last.map_or(0.0, |last| last.value))
     };
-    let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = *writes;
+    let WriteFigures { inline, blocked, left, noted, refused, off, paced, .. } = *writes;
     let PlacementFigures { to_guest, home } = policies.placement;
     let LookFigures { quick, slower, idle, period } = policies.looks;
     let SlowCallFigures { slow, measured, elsewhere, last: slow_call } = policies.slow_calls;
@@ -191,6 +191,7 @@ fn policies(policies: &policy::PolicyFigures, writes: &WriteFigures) -> PolicyFi
             ("left", left),
             ("noted", noted),
             ("refused", refused),
+            ("off", off),
             ("paced", paced),
         ]),
         completions,

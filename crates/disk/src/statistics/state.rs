@@ -23,6 +23,7 @@ pub struct StatisticsState {
     left: u64,
     noted: u64,
     refused: u64,
+    off: u64,
     paced: u64,
     // See `LookupFigures`.
     hits: u64,
@@ -45,14 +46,14 @@ struct KindState {
 
 impl From<&Statistics> for StatisticsState {
     fn from(from: &Statistics) -> Self {
-        let WriteFigures { inline, blocked, left, noted, refused, paced, .. } = from.writes;
+        let WriteFigures { inline, blocked, left, noted, refused, off, paced, .. } = from.writes;
         let LookupFigures { hits, misses } = from.lookups;
         let kind = |kind: OpKind| {
             let state = KindState::from(&**from.kinds[kind as usize].as_ref()?);
             Some((kind.name().to_string(), state))
         };
         let kinds = OpKind::ALL.into_iter().filter_map(kind).collect();
-        StatisticsState { kinds, inline, blocked, left, noted, refused, paced, hits, misses }
+        StatisticsState { kinds, inline, blocked, left, noted, refused, off, paced, hits, misses }
     }
 }
 
@@ -69,6 +70,7 @@ impl From<&StatisticsState> for Statistics {
                 left: most(from.left),
                 noted: most(from.noted),
                 refused: most(from.refused),
+                off: most(from.off),
                 paced: most(from.paced),
                 // Times of this machine's clock that another process has seen are not carried.
                 last_blocked: None,

@@ -125,7 +125,7 @@ impl ChangeTime {
             (Attempt::Plain, _) => Next::Done,
             (_, result) if result == -libc::EAGAIN => self.refused(clock, attempt, alone),
             (_, result) if result == -libc::EOPNOTSUPP => {
-                self.on.set(false);
+                self.turn_off();
                 Next::Again(Attempt::Plain)
             }
             (Attempt::Noted, result) if result >= 0 => {
@@ -170,7 +170,15 @@ impl ChangeTime {
 
     /// Reports that the mtime cannot be set: the file belongs to another user, but is writable.
     pub fn cannot_be_noted(&self) {
-        self.on.set(false);
+        self.turn_off();
+    }
+
+    /// Writes that are in flight may each find that the policy is impossible. It counts once.
+    #[cold]
+    fn turn_off(&self) {
+        if self.on.replace(false) {
+            self.counters.count(|figures| figures.off += 1);
+        }
     }
 
     /// Counts a plain write as a holder of the inode lock until the result is dropped.
@@ -328,7 +336,9 @@ mod tests {
         assert_eq!(change.first(&clock, true), (Attempt::Plain, false));
         let (clock, change) = direct_file();
         change.cannot_be_noted();
+        change.cannot_be_noted();
         assert_eq!(change.first(&clock, true), (Attempt::Plain, false));
+        assert_eq!(change.counters.figures().off, 1);
         assert_eq!(
             ChangeTime::new(false, Rc::default()).first(&clock, true),
             (Attempt::Plain, false)

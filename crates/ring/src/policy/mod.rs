@@ -51,6 +51,9 @@ pub struct WriteFigures {
     pub noted: u64,
     /// Number of writes that failed because they would have waited, and were repeated.
     pub refused: u64,
+    /// Number of times that a reactor stopped to set the mtime of a file, because that is
+    /// impossible.
+    pub off: u64,
     /// Number of page-cache writes that waited because too many pages of the machine were dirty.
     pub paced: u64,
     /// For how long such work last blocked a reactor.
@@ -67,6 +70,7 @@ impl WriteFigures {
         self.left += other.left;
         self.noted += other.noted;
         self.refused += other.refused;
+        self.off += other.off;
         self.paced += other.paced;
         self.last_blocked = later(self.last_blocked, other.last_blocked);
         self.last_paced = later(self.last_paced, other.last_paced);
