@@ -508,7 +508,31 @@ impl LocalSlices {
 mod tests {
     use super::*;
 
-    use crate::qcow2::encoding::entry::{COMPRESSED, COPIED};
+    use crate::qcow2::encoding::entry::{COMPRESSED, COPIED, Cluster, EntryFormat, L2Entry};
+
+    /// Only memory has such an entry. The file's says that the cluster is unallocated.
+    #[test]
+    fn a_slice_with_a_partial_cluster_stays_in_memory() {
+        let format =
+            EntryFormat { cluster_bits: 16, version: 3, extended_l2: false, data_file: false };
+        let cache = L2SliceCache::new(FEWEST, Journal::new(Default::default(), None));
+        let load = |number| cache.loaded(Slice::new(number, [0; 4].into_iter(), false));
+        let pass = |from: u64| (from..from + 8 * FEWEST as u64).for_each(load);
+        let set = |cluster| {
+            let (word, bitmap) = L2Entry { cluster, copied: true }.encode(format);
+            cache.update(0, 1, |_| Entry { word, bitmap }).unwrap();
+            cache.written(&cache.take_changes(), true);
+        };
+        load(0);
+        set(Cluster::Partial { host: 1 << 16, parts: 1 });
+        pass(1);
+        assert!(cache.ready(0).is_some(), "the file has an older entry");
+        set(Cluster::Standard { host: 1 << 16 });
+        // It was dirty until it was complete, and is written now.
+        cache.written(&cache.take_changes(), true);
+        pass(1000);
+        assert!(cache.ready(0).is_none(), "the file has the entry");
+    }
 
     /// A write to a compressed cluster makes all its subclusters allocated; a discard makes them
     /// zeroes. Half of either change would be an unallocated cluster, which exposes the backing

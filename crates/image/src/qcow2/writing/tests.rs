@@ -2,6 +2,7 @@
 //! of its sectors.
 
 use std::io;
+use std::rc::Rc;
 
 use blockyard_ring::Segments;
 use blockyard_storage::sim::{Fault, OpKind, Sim, SimConfig, SimDisk, SimImage};
@@ -117,6 +118,38 @@ fn a_flush_shows_nothing_of_a_failed_write_to_a_partial_cluster() {
             assert!(read(&image, &Below, 0, CLUSTER).await == before, "seed {seed}");
         };
         Sim::new(seed).block_on(test).unwrap();
+    }
+}
+
+/// The flush has read the part before the write, and writes it after that. It does not complete the
+/// cluster, so the entry does not show what it has done.
+#[test]
+fn a_completion_that_fails_takes_nothing_from_a_write_beside_it() {
+    for seed in 0..64 {
+        let (disk, sim) = (disk(seed), Sim::new(seed));
+        let storage = disk.clone();
+        let image = sim.block_on(async move {
+            let image = image(&storage).await;
+            // Other parts lack data on both sides of this one.
+            write(&image, &Below, 8 * PART, vec![1; PART as usize]).await.unwrap();
+            Rc::new(image)
+        });
+        let image = image.unwrap();
+        // The first write is that of the guest.
+        disk.fail(Fault::new(OpKind::Write, 5).after(1));
+        let guest = image.clone();
+        let written =
+            sim.spawn(async move { write(&guest, &Below, 2 * PART, vec![9; PART as usize]).await });
+        let flusher = image.clone();
+        let flushed = sim.spawn(async move { flusher.flush(&Below).await });
+        let test = async move {
+            written.await.unwrap();
+            let _ = flushed.await;
+            assert_eq!(read(&image, &Below, 2 * PART, PART).await, [9; PART as usize]);
+            image.flush(&Below).await.unwrap();
+            assert_eq!(read(&image, &Below, 2 * PART, PART).await, [9; PART as usize]);
+        };
+        sim.block_on(test).unwrap();
     }
 }
 
